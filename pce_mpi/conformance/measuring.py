@@ -1,0 +1,322 @@
+"""Judge a recording: measure the errors of all its rows, in pieces, and name the fault of some of them.
+
+The units and what is allowed are those of `judging`. For logits that are hidden @ w, an ulp is never less than that of
+the norm of the row's hidden times the largest norm of a column of w, as the products may cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+import math
+import re
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from pce_mpi.arrays import compute_dtype_of, dtype_named
+from pce_mpi.conformance.comparing import Gradients, errors_in, row_name
+from pce_mpi.conformance.diagnosis import MANY
+from pce_mpi.conformance.judging import Answer, judge
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.launching import number_of_cores
+from pce_mpi.conformance.outcomes import Accuracy, Finding
+from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.recordings import NUMBERS, Recording
+from pce_mpi.conformance.textbook import Textbook
+from pce_mpi.conformance.units import Tolerance, allowed, coarsest, finest, ulp
+from pce_mpi.loss import (
+    class_statistics_backward,
+    class_statistics_forward,
+    softmax_cross_entropy,
+    softmax_cross_entropy_value_and_grad,
+)
+
+Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+_USUAL = Tolerance()
+# A piece has so many logits; where they are products of which w is read again for each piece, more.
+_LOGITS, _PRODUCTS = MANY, 2**23
+# Rounded logits explain numbers that are this much closer to theirs than to the exact ones.
+_CLOSER = 8.0
+
+
+class Measured(NamedTuple):
+    """The errors of one quantity: the worst one, the median of all rows' if they have one, and the wrong rows."""
+
+    accuracy: Accuracy
+    median: float | None
+    wrong: int
+
+
+class Judged(NamedTuple):
+    """The errors of a recording, and its faults."""
+
+    measured: list[Measured]
+    findings: list[Finding]
+
+
+def pieces(recording: Recording) -> list[Array]:
+    """Return the numbers of the rows of each piece of a recording."""
+    rows = max(1, (_PRODUCTS if recording.has("hidden") else _LOGITS) // recording.splits[-1])
+    return np.array_split(np.arange(recording.rows), -(-recording.rows // rows))
+
+
+def each_piece(work: Callable[[Array], T], all_rows: list[Array]) -> Iterator[tuple[Array, T]]:
+    """Yield each piece and the result of the work on it; several are worked on at once."""
+    # Once a block of this size was freed, the allocator keeps smaller ones: pages of new ones took half of the time.
+    np.empty(2**25 - 2**20, np.uint8)
+    with ThreadPoolExecutor(number_of_cores()) as pool:
+        try:
+            yield from zip(all_rows, pool.map(work, all_rows), strict=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class Judge:
+    """Judges a recording: first `run`, to its end, and then `judged`; `ValueError` if there is nothing to judge."""
+
+    def __init__(self, recording: Recording) -> None:
+        if wrong := _unjudged(recording):
+            raise ValueError(f"{recording.path}: {wrong}")
+        self._recording = recording
+        self._names = [name for name in NUMBERS if recording.has(name)] or ["loss"]
+        self._exact = {name: np.zeros(recording.rows) for name in self._names}
+        self._upstream = {name: np.zeros(recording.rows) for name in self._names}
+        self._products = np.zeros(recording.rows)
+        self._errors: dict[str, Array] = {}
+        self._gradients: dict[str, Accuracy] = {}
+        self._wrong_gradient = np.zeros(recording.rows, np.bool_)
+        self._divisor = self._divisor_of_mean() if recording.reduction == "mean" else 1.0
+
+    def run(self) -> Iterator[int]:
+        """Measure the errors of all rows; yield now and then how many are done."""
+        recording = self._recording
+        if recording.has("hidden"):
+            self._products += recording.options.get("logit_scale", 1.0) * recording.largest_of_w
+        done = 0
+        for rows, accuracies in each_piece(self._measure, pieces(recording)):
+            for each in accuracies:
+                worst = self._gradients.get(each.quantity, each)
+                best, where = max(each.best, worst.best), self._renamed(each.where, rows)
+                if worst is each or each.error > worst.error:
+                    worst = replace(each, where=where)
+                self._gradients[each.quantity] = replace(worst, best=best)
+            done += len(rows)
+            yield done
+
+    def judged(self) -> Judged:
+        """Return the errors and the faults."""
+        measured, findings = [], []
+        for name in self._names:
+            own = None
+            if self._recording.has(name):
+                result, own = self._losses(name)
+                measured.append(result)
+            wrong = np.zeros(self._recording.rows, np.bool_) if own is None else self._errors[name] > 1.0
+            with_gradient = self._has_gradient(name)
+            if with_gradient:
+                wrong |= self._wrong_gradient
+                count = int(self._wrong_gradient.sum())
+                measured += [Measured(accuracy, None, count) for accuracy in self._gradients.values()]
+            if wrong.any():
+                findings += self._named(name, wrong, own)
+        return Judged(measured, findings)
+
+    def _has_gradient(self, name: str) -> bool:
+        return name == self._names[0] and self._recording.has("gradient")
+
+    def _divisor_of_mean(self) -> float:
+        recording = self._recording
+        if recording.targets is None:
+            return float(recording.rows)
+        counted = recording.targets[recording.targets != recording.options.get("ignore_index", -100)]
+        return float(len(counted) if recording.weight is None else recording.weight.astype(np.float64)[counted].sum())
+
+    def _problem(self, name: str, rows: Array, logits: Array, reduction: str = "none") -> Problem:
+        recording, kind = self._recording, KINDS[name]
+        options = {option: recording.options[option] for option in kind.options if option in recording.options}
+        if recording.weight is not None and "weight" in kind.options:
+            options["weight"] = recording.weight
+        if recording.targets is None:
+            targets = np.concatenate(recording.rows_of("targets", rows), axis=-1)[:, : recording.classes]
+        else:
+            targets = recording.targets[rows]
+        reduced = reduction == "none" and self._divisor != 1.0
+        return Problem(
+            logits=logits[:, : recording.classes],
+            targets=targets,
+            splits=tuple(min(split, recording.classes) for split in recording.splits),
+            kind=kind,
+            options=options,
+            reduction=reduction,
+            smoothing=recording.options.get("smoothing", "all"),
+            dloss=np.full(len(rows), np.float64(1.0) / self._divisor) if reduced else None,
+        )
+
+    @np.errstate(all="ignore")
+    def _measure(self, rows: Array) -> list[Accuracy]:
+        """Fill in the exact numbers of some rows, and return the errors of their gradient."""
+        recording = self._recording
+        logits = recording.logits(rows)
+        if recording.has("hidden"):
+            hidden = recording.rows_of("hidden", rows)[0].astype(np.float64)
+            self._products[rows] *= np.sqrt((hidden**2).sum(axis=-1))
+        accuracies = []
+        for name in self._names:
+            problem = self._problem(name, rows, logits)
+            exact, gradient = _exact(name, problem, self._has_gradient(name))
+            self._exact[name][rows] = exact
+            terms = problem.options.keys() & {"weight", "label_smoothing", "z_loss"} or problem.with_probabilities
+            sizes = problem.kind.sizes(Textbook.of(problem))[0] if terms else problem.valid
+            self._upstream[name][rows] = sizes
+            if gradient is not None:
+                accuracies = self._measured_gradient(problem, rows, exact, gradient)
+        return accuracies
+
+    def _measured_gradient(self, problem: Problem, rows: Array, exact: Array, gradient: Array) -> list[Accuracy]:
+        if problem.dloss is not None:
+            gradient *= problem.dloss[:, None]
+        known = replace(problem.kind, exact=lambda _: (exact, gradient))
+        gradients = Gradients(replace(problem, kind=known), self._shards(problem, rows), _USUAL)
+        self._wrong_gradient[rows] = gradients.wrong.any(axis=-1)
+        return gradients.accuracies()
+
+    def _shards(self, problem: Problem, rows: Array) -> list[Array]:
+        """Return the recorded gradient of some rows for each rank, without padding."""
+        shards = self._recording.rows_of("gradient", rows)
+        return [
+            shard[:, : stop - start].astype(problem.dtype)
+            for shard, (start, stop) in zip(shards, pairwise(problem.splits), strict=True)
+        ]
+
+    @np.errstate(all="ignore")
+    def _losses(self, name: str) -> tuple[Measured, Finding | None]:
+        """Compare the numbers of all ranks with the exact ones; `comparing.Losses` does so where a problem is small."""
+        recording, exact, upstream = self._recording, self._exact[name], self._upstream[name]
+        got = recording.losses(name)
+        arithmetic = compute_dtype_of(recording.dtype).name
+        dtype = finest(coarsest(arithmetic, *(each.dtype.name for each in got)), recording.dtype.name)
+        products = self._products * upstream
+        if name == "loss" and recording.reduction != "none":
+            exact, upstream, products = (each.sum() / self._divisor for each in (exact, upstream, products))
+        exact, limit = np.asarray(exact), np.full(np.shape(exact), allowed(_USUAL, dtype))
+        unit = np.maximum(ulp(exact, coarsest(dtype, arithmetic)), ulp(1.0, arithmetic) * np.nan_to_num(upstream))
+        unit = np.maximum(unit, ulp(products, arithmetic))
+        if exact.ndim == 0:
+            limit += math.log2(recording.rows) * ulp(exact, arithmetic) / unit
+        by_rank = np.stack([errors_in(each, exact, unit) for each in got])
+        differ = np.any([(each != got[0]) & ~(np.isnan(each) & np.isnan(got[0])) for each in got], axis=0)
+        errors = by_rank.max(axis=0)
+        # Beside what is allowed; more than 1 where ranks differ, too.
+        self._errors[name] = np.broadcast_to(np.where(differ, np.inf, errors / limit), recording.rows)
+        wrong = int((self._errors[name] > 1.0).sum())
+        row = int(np.argmax(errors)) if exact.ndim else 0
+        where = row_name(recording.rows_shape, row) if exact.ndim else ""
+        worst, most = (float(np.atleast_1d(each)[row]) for each in (errors, limit))
+        best = float(errors_in(exact.astype(dtype_named(dtype)), exact, unit).max())
+        accuracy = Accuracy(KINDS[name].noun, dtype, worst, best, most, where)
+        measured = Measured(accuracy, float(np.median(errors)) if exact.ndim else None, wrong)
+        if not wrong:
+            return measured, None
+        rank = int(np.argmax(by_rank.reshape(len(got), -1)[:, row]))
+        numbers = [float(np.atleast_1d(each)[row]) for each in (got[rank], exact)]
+        text = f"{accuracy.quantity} is {numbers[0]:.9g} where {numbers[1]:.9g} is right{' in ' * bool(where)}{where}"
+        return measured, Finding(accuracy.quantity, f"{text}: {worst:.3g} ulp of {dtype} off, {most:.3g} allowed")
+
+    def _named(self, name: str, wrong: Array, own: Finding | None) -> list[Finding]:
+        """Name the fault by wrong rows and as many right ones; by all, if they are few."""
+        recording = self._recording
+        rows = self._telling(name, wrong)
+        logits = recording.logits(rows)
+        natural = compute_dtype_of(recording.dtype)
+        if recording.has("hidden"):
+            if own is not None and (dtype := self._rounded(name, rows, logits)):
+                own.text = f"the logits are rounded to {dtype} before the softmax ({own.text})"
+                return [own]
+            logits = logits.astype(natural)
+        reduction = recording.reduction if name == "loss" else "none"
+        # A mean or sum over all rows says nothing of some.
+        alone = reduction != "none" and len(rows) < recording.rows
+        problem = self._problem(name, rows, logits, "none" if alone else reduction)
+        if recording.has(name) and not alone:
+            losses = [each if each.ndim == 0 else each[rows] for each in recording.losses(name)]
+        else:
+            losses = [problem.expected[0].astype(natural)] * problem.ranks
+        shards: list[Any] = self._shards(problem, rows) if self._has_gradient(name) else [None] * problem.ranks
+        answers = [Answer(loss, shard) for loss, shard in zip(losses, shards, strict=True)]
+        findings = judge(problem, answers, _USUAL).findings
+        for finding in findings:
+            finding.text = self._renamed(finding.text, rows)
+        return [own, *findings] if own is not None and (alone or not findings) else findings
+
+    def _telling(self, name: str, wrong: Array) -> Array:
+        most = max(1, MANY // self._recording.classes)
+        if len(wrong) <= most:
+            return np.arange(len(wrong))
+        bad, good = np.flatnonzero(wrong), np.flatnonzero(~wrong)
+        worst = [int(np.argmax(self._errors[name]))] if name in self._errors else []
+        right = min(len(good), most // 2)
+        some = [
+            rows[np.linspace(0, len(rows) - 1, min(len(rows), count)).astype(np.int64)]
+            for rows, count in ((bad, max(1, most - right - len(worst))), (good, right))
+        ]
+        return np.unique(np.concatenate([worst, *some]).astype(np.int64))
+
+    def _rounded(self, name: str, rows: Array, logits: Array) -> str | None:
+        """Return the dtype to which logits were rounded, if the numbers of these rows are those of rounded logits."""
+        if name == "loss" and self._recording.reduction != "none":
+            return None
+        got = self._recording.losses(name)[0][rows].astype(np.float64)
+        for dtype in ("bfloat16", "float16"):
+            try:
+                rounded = logits.astype(dtype_named(dtype))
+            except TypeError:
+                continue  # bfloat16, without ml_dtypes
+            problem = self._problem(name, rows, rounded)
+            error, other = (
+                np.median(np.abs(got - exact)) for exact in (self._exact[name][rows], _exact(name, problem)[0])
+            )
+            if other * _CLOSER <= error:
+                return dtype
+        return None
+
+    def _renamed(self, text: str, rows: Array) -> str:
+        """Return the text with the names of rows of the recording in place of places in `rows`."""
+
+        def renamed(found: re.Match[str]) -> str:
+            names = [row_name(self._recording.rows_shape, int(rows[int(number)])) for number in found[2].split(", ")]
+            return found[1] + ", ".join(name.removeprefix("row ") for name in names)
+
+        return re.sub(r"\b(rows? )(\d+(?:, \d+)*)", renamed, text)
+
+
+def _unjudged(recording: Recording) -> str:
+    """Say why a recording has nothing to judge; '' if it has."""
+    if not any(recording.has(name) for name in (*NUMBERS, "gradient")) or not recording.splits[-1]:
+        return "there is nothing to judge without logits, or hidden and w, and a loss, log_prob, entropy or gradient"
+    if limits := [name for name in ("top_k", "top_p", "min_p") if name in recording.options]:
+        return f"{limits[0]} is an option of a rollout; what is judged is the softmax over all classes"
+    if recording.has("logits") and recording.options.get("logits_dtype", recording.dtype.name) != recording.dtype.name:
+        return f"logits_dtype is {recording.options['logits_dtype']}, and the logits have dtype {recording.dtype}"
+    return ""
+
+
+def _exact(name: str, problem: Problem, with_gradient: bool = False) -> tuple[Array, Array | None]:
+    """Return the exact number of each row and, if wanted, the gradient of their sum; in the arithmetic of float64."""
+    options: dict[str, Any] = {**problem.exact_options, "compute_dtype": np.float64}
+    out = np.empty(problem.logits.shape) if with_gradient else None
+    if name == "loss":
+        options["reduction"] = "none"
+        if out is None:
+            return softmax_cross_entropy(problem.logits, problem.targets, **options), None
+        return softmax_cross_entropy_value_and_grad(problem.logits, problem.targets, out=out, **options)
+    targets = problem.targets if problem.with_numbers else None
+    statistics, residuals = class_statistics_forward(problem.logits, targets, **options)
+    numbers = getattr(statistics, name)
+    if out is not None:
+        class_statistics_backward(residuals, out=out, **{name: np.ones(problem.rows)})
+    return numbers, out

@@ -1,0 +1,299 @@
+"""Recordings: the faults that the kit's run names are named from files, and broken files are refused."""
+
+from argparse import Namespace
+import json
+from pathlib import Path
+import shutil
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from conformance.recorded_faults import FAULTS
+from jobs.launch import ROOT, complete, launch
+from pce_mpi import dense
+from pce_mpi.arrays import dtype_named
+from pce_mpi.cli import judge
+from pce_mpi.conformance import measuring
+from pce_mpi.conformance.comparing import Losses
+from pce_mpi.conformance.differences import PARTS, Differences
+from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.measuring import Judge
+from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.recordings import Recording
+from pce_mpi.conformance.units import Tolerance
+
+ROWS, CLASSES, RANKS = (2, 3), 10, 2
+SPLITS = (0, 4, 10)
+
+
+def write(folder, *, shared, shards=None, **metadata):
+    """Write a recording: `shared` has what all ranks have, `shards` what is cut along its last axis."""
+    folder.mkdir(exist_ok=True)
+    for rank in range(RANKS):
+        cut = {name: whole[..., slice(*SPLITS[rank : rank + 2])] for name, whole in (shards or {}).items()}
+        tensors = {name: np.array(tensor, order="C") for name, tensor in (shared | cut).items()}
+        texts = {"rank": rank, "ranks": RANKS, **metadata}
+        save_file(tensors, folder / f"{rank}.safetensors", {name: str(value) for name, value in texts.items()})
+    return folder
+
+
+def rng():
+    return np.random.default_rng(0)
+
+
+def drawn(dtype=np.float32, rows=ROWS):
+    logits = (3.0 * rng().standard_normal((*rows, CLASSES))).astype(dtype)
+    return logits, rng().integers(0, CLASSES, rows)
+
+
+def judged(folder):
+    judge_ = Judge(Recording(folder))
+    list(judge_.run())
+    return judge_.judged()
+
+
+def status(recording, rollout=None):
+    return judge.run(Namespace(recording=recording, rollout=rollout), None)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    program = str(Path(__file__).parent / "recorded_faults.py")
+    job = launch(RANKS, program, str(folder), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert job.returncode == 0, job.stderr
+    return folder
+
+
+@pytest.mark.parametrize("name", [kind.__name__ for kind, _ in FAULTS])
+def test_recorded_fault_has_words_of_run(faults, name):
+    said = json.loads((faults / "said.json").read_text())
+    assert len(said) >= 10
+    first, *_ = judged(faults / name).findings
+    assert first.text == said[name]
+    assert first.cause, "the fault has a name"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_right_numbers_are_right(tmp_path, dtype, reduction):
+    logits, targets = drawn(dtype_named(dtype))
+    targets[0, 1] = 7
+    loss, gradient = dense.softmax_cross_entropy_value_and_grad(
+        logits, targets, reduction=reduction, label_smoothing=0.1, ignore_index=7
+    )
+    wide = np.float64 if dtype == "float64" else np.float32
+    write(
+        tmp_path,
+        shared={"targets": targets, "loss": np.asarray(loss, wide)},
+        shards={"logits": logits, "gradient": gradient.astype(logits.dtype)},
+        reduction=reduction,
+        label_smoothing=0.1,
+        ignore_index=7,
+    )
+    result = judged(tmp_path)
+    assert not result.findings
+    assert [each.accuracy.quantity for each in result.measured] == ["loss", "gradient", "gradient at targets"]
+    assert all(each.accuracy.error <= 1.0 and not each.wrong for each in result.measured)
+    assert status(tmp_path) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.01}, {"label_smoothing": 0.125, "logit_scale": 0.75}])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_errors_are_those_of_the_kit(tmp_path, options, reduction):
+    logits, targets = drawn(rows=(6,))
+    weight = rng().uniform(0.25, 2.0, CLASSES).astype(np.float32)
+    problem = Problem(logits, targets, SPLITS, KINDS["loss"], {**options, "weight": weight}, reduction)
+    loss = (problem.expected[0] * (1.0 + 3e-6)).astype(np.float32)
+    write(tmp_path, shared={"targets": targets, "loss": loss}, shards={"logits": logits, "weight": weight}, **options)
+    ((measured, *_), _) = judged(tmp_path)
+    (kits,) = Losses(problem, [loss, loss], Tolerance()).accuracies()
+    got = measured.accuracy
+    assert (got.quantity, got.dtype, got.where) == (kits.quantity, kits.dtype, kits.where)
+    assert [got.error, got.best, got.allowed] == pytest.approx([kits.error, kits.best, kits.allowed], rel=1e-3)
+
+
+def test_wrong_rows_among_many_are_named(tmp_path, monkeypatch):
+    """The rows are read in many pieces, and only some are compared with known faults."""
+    monkeypatch.setattr(measuring, "MANY", 200)
+    monkeypatch.setattr(measuring, "_LOGITS", 70)
+    logits, targets = drawn(rows=(30, 10))
+    log_prob = dense.class_statistics(logits, targets).log_prob.astype(np.float32)
+    log_prob[17:, :] *= np.float32(1.5)
+    write(tmp_path, shared={"targets": targets, "log_prob": log_prob}, shards={"logits": logits})
+    result = judged(tmp_path)
+    assert result.measured[0].wrong == 130
+    assert "1.5 times what is due" in result.findings[0].text
+    where = result.measured[0].accuracy.where
+    assert where in result.findings[0].text and 17 <= int(where.strip("row ()").split(",")[0]) < 30
+
+
+def test_entropy_alone_needs_no_gradient(tmp_path, capsys):
+    logits, targets = drawn()
+    entropy = dense.class_statistics(logits).entropy.astype(np.float32)
+    entropy[1, 2] += 1.0
+    write(tmp_path, shared={"targets": targets, "entropy": entropy}, shards={"logits": logits})
+    assert status(tmp_path) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL" in printed and "row (1, 2)" in printed and printed.endswith("wrong\n")
+
+
+def test_head_that_rounds_its_logits_is_named(tmp_path):
+    hidden = rng().standard_normal((*ROWS, 33)).astype(ml_dtypes.bfloat16)
+    w, targets = rng().standard_normal((33, CLASSES)).astype(ml_dtypes.bfloat16), drawn()[1]
+    product = hidden.astype(np.float32) @ w.astype(np.float32)
+    for name, logits in (("float32", product), ("bfloat16", product.astype(ml_dtypes.bfloat16))):
+        log_prob = dense.class_statistics(logits, targets).log_prob.astype(np.float32)
+        shared = {"hidden": hidden, "targets": targets, "log_prob": log_prob}
+        texts = [each.text for each in judged(write(tmp_path / name, shared=shared, shards={"w": w})).findings]
+        assert [text.partition(" (")[0] for text in texts] == (
+            [] if name == "float32" else ["the logits are rounded to bfloat16 before the softmax"]
+        )
+
+
+def test_differences_add_up_and_find_parts(tmp_path):
+    """A rollout with a head in bfloat16, at temperature 0.5, without two padded classes, of the classes of top-p."""
+    logits, targets = drawn(rows=(40,))
+    targets[:] = logits[:, :8].argmax(axis=-1)
+    targets[5] = -100
+    first = dense.class_statistics(logits, targets).log_prob.astype(np.float32)
+    rounded = logits.astype(ml_dtypes.bfloat16).astype(np.float64)
+    steps = [
+        dense.class_statistics(x, targets).log_prob for x in (logits, rounded, rounded / 0.5, rounded[:, :8] / 0.5)
+    ]
+    _, _, mass, _ = dense.nucleus(rounded[:, :8] / 0.5, top_p=0.7)
+    kept = np.where(targets < 0, 0.0, -np.log(mass))
+    second = steps[-1] + kept + 1e-3 * (targets >= 0)
+    write(tmp_path / "a", shared={"targets": targets, "log_prob": first}, shards={"logits": logits})
+    told = {"logits_dtype": "bfloat16", "logit_scale": 2.0, "num_classes": 8, "top_p": 0.7}
+    write(tmp_path / "b", shared={"targets": targets, "log_prob": second}, **told)
+    differences = Differences(Recording(tmp_path / "a"), Recording(tmp_path / "b"))
+    list(differences.run())
+    due = {"head": steps[1] - steps[0], "temperature": steps[2] - steps[1], "padded classes": steps[3] - steps[2]}
+    for name, part in {**due, "kept mass": kept}.items():
+        np.testing.assert_allclose(differences.parts[name], part, atol=1e-12, err_msg=name)
+        assert np.abs(part).max() > 1e-4, name
+    np.testing.assert_allclose(differences.parts["rest"][targets >= 0], 1e-3, atol=1e-6)
+    np.testing.assert_allclose(sum(differences.parts[name] for name in PARTS), differences.whole, atol=1e-12)
+
+
+def test_table_has_ten_worst_tokens(tmp_path, capsys):
+    logits, targets = drawn(rows=(40,))
+    first = dense.class_statistics(logits, targets).log_prob.astype(np.float32)
+    second = first + np.linspace(0.0, 1.0, 40, dtype=np.float32)
+    write(tmp_path / "a", shared={"targets": targets, "log_prob": first}, shards={"logits": logits})
+    write(tmp_path / "b", shared={"targets": targets, "log_prob": second}, logits_dtype="float64")
+    assert status(tmp_path / "a", tmp_path / "b") == 0
+    printed = capsys.readouterr().out
+    assert [line.split()[1] for line in printed.splitlines()[-10:]] == [str(row) for row in range(39, 29, -1)]
+    assert "the head's part is in the rest" in printed
+
+
+def good(folder):
+    logits, targets = drawn()
+    log_prob = dense.class_statistics(logits, targets).log_prob
+    return write(folder, shared={"targets": targets, "log_prob": log_prob}, shards={"logits": logits})
+
+
+def changed(folder, rank, change):
+    path = folder / f"{rank}.safetensors"
+    tensors, metadata = load_file(path), {"rank": str(rank), "ranks": str(RANKS)}
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+
+
+MALFORMED = {
+    "unknown metadata 'temprature'": lambda t, m: m.update(temprature="1"),
+    "the metadata top_k = 'many': invalid literal": lambda t, m: m.update(top_k="many"),
+    "the metadata reduction = 'max': expected mean, sum or none": lambda t, m: m.update(reduction="max"),
+    "its metadata have no rank": lambda t, m: m.pop("rank"),
+    "it is rank 0 of 2, as another file": lambda t, m: m.update(rank="0"),
+    "it is rank 2 of 2": lambda t, m: m.update(rank="2"),
+    "it is one of 3 ranks, and there are 2 files": lambda t, m: m.update(ranks="3"),
+    "the options of rank 0 are {}, and those of rank 1 {'z_loss': 0.5}": lambda t, m: m.update(z_loss="0.5"),
+    "unknown tensors 'code'": lambda t, m: t.update(code=t["targets"]),
+    "it has no targets": lambda t, m: t.pop("targets"),
+    "it has logits and w, where logits, or hidden and w, are expected": lambda t, m: t.update(w=t["logits"]),
+    "ranks 0 and 1 have other tensors": lambda t, m: t.pop("log_prob"),
+    "log_prob has dtype int64": lambda t, m: t.update(log_prob=t["targets"]),
+    "log_prob has shape (3,) on rank 1, where (2, 3) is due": lambda t, m: t.update(log_prob=t["log_prob"][0]),
+    "logits has shape (3, 6) on rank 1": lambda t, m: t.update(logits=t["logits"][0]),
+    "logits has dtype float32 on rank 0, float64 on 1": lambda t, m: t.update(logits=t["logits"].astype(np.float64)),
+    "the targets of rank 1 differ from those of rank 0 in row 4": lambda t, m: np.put(t["targets"], 4, 99),
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_malformed_recording_is_one_error(tmp_path, capsys, text):
+    changed(good(tmp_path / "dump"), 1, MALFORMED[text])
+    assert status(tmp_path / "dump") == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {tmp_path / 'dump'}") and printed.err.count("\n") == 1
+    assert text in printed.err and printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"label_smoothing": 2.0}, "label_smoothing must be in [0, 1], got 2.0"),
+        ({"num_classes": 11}, "num_classes = 11, and the shards have 10 classes"),
+        ({"num_classes": 1}, "is outside [0, 1)"),
+        ({"top_p": 0.9}, "top_p is an option of a rollout"),
+        ({"logits_dtype": "float16"}, "logits_dtype is float16, and the logits have dtype float32"),
+    ],
+)
+def test_wrong_option_is_refused(tmp_path, capsys, options, text):
+    logits, targets = drawn()
+    log_prob = dense.class_statistics(logits, targets).log_prob
+    write(tmp_path, shared={"targets": targets, "log_prob": log_prob}, shards={"logits": logits}, **options)
+    assert status(tmp_path) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_broken_bytes_are_refused(tmp_path, capsys):
+    path = good(tmp_path / "dump") / "1.safetensors"
+    whole = path.read_bytes()
+    for broken in (
+        b"",
+        whole[:5],
+        whole[:-1],
+        whole[:200],
+        b"\xff" * 64,
+        whole[:9] + b"\0" + whole[10:],
+        b"\x80\x04K.",
+    ):
+        path.write_bytes(broken)
+        assert status(tmp_path / "dump") == 2
+        error = capsys.readouterr().err
+        assert str(path) in error and error.count("\n") == 1
+
+
+def test_nothing_to_judge_is_refused(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for path, text in (("empty", "the folder has no file called *.safetensors"), ("missing", "No such file")):
+        assert status(tmp_path / path) == 2
+        assert text in capsys.readouterr().err
+    logits, targets = drawn()
+    write(tmp_path / "bare", shared={"targets": targets}, shards={"logits": logits})
+    write(tmp_path / "rollout", shared={"targets": targets, "log_prob": np.zeros(ROWS)})
+    for path in ("bare", "rollout"):
+        assert status(tmp_path / path) == 2
+        assert "nothing to judge" in capsys.readouterr().err
+
+
+def test_rollout_of_other_tokens_is_refused(tmp_path, capsys):
+    good(tmp_path / "a")
+    shutil.copytree(good(tmp_path / "b"), tmp_path / "c")
+    for rank in range(RANKS):
+        changed(tmp_path / "c", rank, lambda tensors, metadata: np.put(tensors["targets"], 0, 9))
+    assert status(tmp_path / "a", tmp_path / "c") == 2
+    assert "its targets are not those of" in capsys.readouterr().err
+
+
+def test_judge_shows_progress_and_status(tmp_path):
+    good(tmp_path / "dump")
+    run = complete([sys.executable, "-m", "pce_mpi", "judge", str(tmp_path / "dump")])
+    assert run.returncode == 0 and run.stdout.endswith("right\n") and "judge 1/1" in run.stderr
