@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import contextlib
 from pathlib import Path
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _WORST = 10
 _MOST_TEXT = 2_000
+_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,10 +98,13 @@ def _report(recording: Recording, judged: Judged) -> Iterator[str]:
     if rows:
         yield table([heads, *rows])
     for finding in judged.findings:
-        yield f"FAIL {finding.text}"
+        yield textwrap.fill(
+            f"FAIL {finding.text}", _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
     yield "wrong" if judged.findings else "right"
 
 
+@np.errstate(invalid="ignore")  # of infinities
 def _table_of(recording: Recording, differences: Differences) -> Iterator[str]:
     counted = np.flatnonzero(differences.valid)
     columns = {"difference": differences.whole} | {name: differences.parts[name] for name in PARTS}
@@ -114,11 +119,12 @@ def _table_of(recording: Recording, differences: Differences) -> Iterator[str]:
     yield table([["part", "mean", "mean size", "largest size"], *rows[1:], rows[0]])
     if differences.unknown_head:
         yield differences.unknown_head
-    sizes = np.nan_to_num(np.abs(differences.whole[counted]), nan=np.inf)
+    sizes = np.nan_to_num(np.abs(differences.parts["rest"][counted]), nan=np.inf)
     worst = counted[np.argsort(-sizes, kind="stable")[:_WORST]]
     lines: list[Sequence[Cell]] = [
         [name, int(differences.targets[row]), *(float(part[row]) for part in columns.values())]
         for row in worst
         for name in [row_name(recording.rows_shape, int(row))]
     ]
+    yield f"the {len(lines)} tokens with the largest rest"
     yield table([["token", "target", *columns], *lines])

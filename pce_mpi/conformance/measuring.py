@@ -212,7 +212,8 @@ class Judge:
         differ = np.any([(each != got[0]) & ~(np.isnan(each) & np.isnan(got[0])) for each in got], axis=0)
         errors = by_rank.max(axis=0)
         # Beside what is allowed; more than 1 where ranks differ, too.
-        self._errors[name] = np.broadcast_to(np.where(differ, np.inf, errors / limit), recording.rows)
+        ratio = np.where(differ, np.maximum(errors / limit, 1.5), errors / limit)
+        self._errors[name] = np.broadcast_to(ratio, recording.rows)
         wrong = int((self._errors[name] > 1.0).sum())
         row = int(np.argmax(errors)) if exact.ndim else 0
         where = row_name(recording.rows_shape, row) if exact.ndim else ""
