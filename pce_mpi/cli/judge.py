@@ -56,7 +56,7 @@ Exit status: 0 if all numbers are right, 1 if some are wrong, 2 if a file is mal
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     """Judge and report; return 0 if all numbers are right, 1 if some are wrong, 2 if a file is malformed."""
     try:
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, np.errstate(all="ignore"):
             recording = stack.enter_context(contextlib.closing(Recording(options.recording)))
             judge = Judge(recording)
             differences = None
@@ -104,7 +104,6 @@ def _report(recording: Recording, judged: Judged) -> Iterator[str]:
     yield "wrong" if judged.findings else "right"
 
 
-@np.errstate(invalid="ignore")  # of infinities
 def _table_of(recording: Recording, differences: Differences) -> Iterator[str]:
     counted = np.flatnonzero(differences.valid)
     columns = {"difference": differences.whole} | {name: differences.parts[name] for name in PARTS}

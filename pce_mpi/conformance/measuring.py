@@ -108,6 +108,7 @@ class Judge:
             done += len(rows)
             yield done
 
+    @np.errstate(all="ignore")
     def judged(self) -> Judged:
         """Return the errors and the faults."""
         measured, findings = [], []
@@ -168,7 +169,10 @@ class Judge:
         accuracies = []
         for name in self._names:
             problem = self._problem(name, rows, logits)
-            exact, gradient = _exact(name, problem, self._has_gradient(name))
+            try:
+                exact, gradient = _exact(name, problem, self._has_gradient(name))
+            except (TypeError, ValueError) as error:  # options that exclude each other
+                raise ValueError(f"{recording.path}: {error}") from error
             self._exact[name][rows] = exact
             terms = problem.options.keys() & {"weight", "label_smoothing", "z_loss"} or problem.with_probabilities
             sizes = problem.kind.sizes(Textbook.of(problem))[0] if terms else problem.valid
@@ -193,7 +197,6 @@ class Judge:
             for shard, (start, stop) in zip(shards, pairwise(problem.splits), strict=True)
         ]
 
-    @np.errstate(all="ignore")
     def _losses(self, name: str) -> tuple[Measured, Finding | None]:
         """Compare the numbers of all ranks with the exact ones; `comparing.Losses` does so where a problem is small."""
         recording, exact, upstream = self._recording, self._exact[name], self._upstream[name]

@@ -101,7 +101,8 @@ class Recording:
 
     def losses(self, name: str) -> list[Array]:
         """Return one of `NUMBERS` as each rank has it: a number for each row, or one."""
-        return [file.read(name).reshape(-1 if file.arrays[name] else ()) for file in self._files]
+        shape = () if name == "loss" and self.reduction != "none" else (self.rows,)
+        return [file.read(name).reshape(shape) for file in self._files]
 
     def rows_of(self, name: str, rows: Array) -> list[Array]:
         """Return some rows, in ascending order, of a tensor with an axis of classes or features, for each rank."""

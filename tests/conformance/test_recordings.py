@@ -131,6 +131,23 @@ def test_wrong_rows_among_many_are_named(tmp_path, monkeypatch):
     assert where in result.findings[0].text and 17 <= int(where.strip("row ()").split(",")[0]) < 30
 
 
+def test_row_without_axes_is_judged(tmp_path):
+    """And the difference to a rollout that is infinite."""
+    logits, targets = drawn(rows=())
+    log_prob = dense.class_statistics(logits, targets).log_prob.astype(np.float32)
+    write(tmp_path / "a", shared={"targets": targets, "log_prob": log_prob}, shards={"logits": logits})
+    write(tmp_path / "b", shared={"targets": targets, "log_prob": log_prob - np.inf})
+    assert status(tmp_path / "a", tmp_path / "b") == 0
+
+
+def test_options_that_exclude_each_other_are_refused(tmp_path, capsys):
+    logits, _ = drawn()
+    shards = {"logits": logits, "targets": np.abs(logits)}
+    write(tmp_path, shared={"loss": np.zeros(ROWS)}, shards=shards, ignore_index=3)
+    assert status(tmp_path) == 2
+    assert f"error: {tmp_path}: probability targets" in capsys.readouterr().err
+
+
 def test_entropy_alone_needs_no_gradient(tmp_path, capsys):
     logits, targets = drawn()
     entropy = dense.class_statistics(logits).entropy.astype(np.float32)
