@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pce_mpi.cli.progress import Bar
-from pce_mpi.conformance.comparing import row_name
 from pce_mpi.conformance.differences import PARTS, Differences
 from pce_mpi.conformance.measuring import Judge, Judged, pieces
+from pce_mpi.conformance.problems import row_name
 from pce_mpi.conformance.recordings import Recording
 from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.conformance.texts import bounded, visible

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.comparing import Gradients, errors_in, row_name
+from pce_mpi.conformance.comparing import Gradients, errors_in
 from pce_mpi.conformance.diagnosis import MANY
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.launching import number_of_cores
 from pce_mpi.conformance.outcomes import Accuracy, Finding
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Problem, row_name
 from pce_mpi.conformance.recordings import NUMBERS, Recording
 from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.conformance.units import Tolerance, allowed, coarsest, finest, ulp
@@ -154,7 +154,7 @@ class Judge:
             kind=kind,
             options=options,
             reduction=reduction,
-            smoothing=recording.options.get("smoothing", "all"),
+            conventions={"smoothing": recording.options.get("smoothing", "all")},
             dloss=np.full(len(rows), np.float64(1.0) / self._divisor) if reduced else None,
         )
 
