@@ -45,6 +45,7 @@ NUMBERS = (
 # EPS is well above the rounding of a gradient of norm 1. Otherwise an element that is nothing but rounding would take a
 # step of the whole learning rate, and on another mesh perhaps the opposite one.
 BETAS, EPS = (0.9, 0.95), 1e-6
+SHARDS = {"data": Shard(0), "context": Shard(1)}  # of a batch
 PLAN = {
     "tokens": VocabParallel(),
     "unigram": VocabParallel(),
@@ -65,6 +66,8 @@ class GPT:
         rng, width, ones = np.random.default_rng(args.seed), args.width, np.ones(args.width, np.float32)
 
         def matrix(rows, columns, scale=None):
+            if mesh.is_hollow:  # in a rehearsal no number is drawn
+                return np.broadcast_to(np.float32(0), (rows, columns))
             return rng.standard_normal((rows, columns), np.float32) * (scale or rows**-0.5)
 
         arrays = {"unigram": unigram.astype(np.float32), "norm": ones}
@@ -93,7 +96,8 @@ class GPT:
         # The columns of qkv are grouped by head, so that a shard has whole heads with their queries, keys and values.
         heads = (x @ self.parameters[f"{layer}.qkv"]).reshape(batch, length, self.args.heads, -1).swapaxes(1, 2)
         q, k, v = pce.split(heads, 3, axis=-1)
-        k, v = (each.redistribute(context=Replicate()) for each in (k, v))
+        whole = {"context": Replicate()} if "context" in self.mesh.dims else {}
+        k, v = (each.redistribute(**whole) for each in (k, v))
         attended = pce.scaled_dot_product_attention(q, k, v, causal=True)
         return attended.swapaxes(1, 2).reshape(batch, length, width) @ self.parameters[f"{layer}.out"]
 
@@ -101,7 +105,7 @@ class GPT:
         return pce.gelu(x @ self.parameters[f"{layer}.up"]) @ self.parameters[f"{layer}.down"]
 
     def loss(self, rows):
-        shards = {"data": Shard(0), "context": Shard(1)}
+        shards = {dim: shard for dim, shard in SHARDS.items() if dim in self.mesh.dims}
         ids, targets = (pce.distribute(part, self.mesh, **shards) for part in (rows[:, :-1], rows[:, 1:]))
         return pce.cross_entropy(self.logits(ids), targets)
 
@@ -121,7 +125,7 @@ def step(model, rows, number, args):
         group["lr"] = pce.cosine_schedule(number - 1, lr=rate, steps=args.steps, warmup=args.steps // 20)
     model.optimizer.step()
     model.optimizer.zero_grad()
-    return loss.item()
+    return loss.item(rehearsed=0.0)
 
 
 def state(model):
@@ -180,11 +184,23 @@ def train(start, mesh, rows, corpus, args):
     return model
 
 
-if __name__ == "__main__":
-    comm = MPI.COMM_WORLD
+def options():
     parser = training_parser(__doc__, NUMBERS, steps=1000, batch=16, rate=0.01, max_norm=1.0, min_count=10)
     parser.add_argument("--sequence-parallel", action="store_true", help="`model` ranks share sequences between blocks")
-    args = parse_arguments(comm, parser)
+    return parser
+
+
+def program(mesh):
+    """Take one training step, of a vocabulary of any size: python -m pce_mpi rehearse runs this function."""
+    parser = options()
+    parser.add_argument("--vocabulary", type=int, metavar="N", default=10_000, help="tokens of the vocabulary")
+    args = parser.parse_args()
+    step(GPT(mesh, np.zeros(args.vocabulary), args), np.zeros((1, args.length + 1), np.int64), 1, args)
+
+
+if __name__ == "__main__":
+    comm = MPI.COMM_WORLD
+    args = parse_arguments(comm, options())
     if args.width % args.heads:
         stop(comm, f"transformer.py: error: a width of {args.width} is no multiple of {args.heads} heads")
     data = args.data or max(1, comm.size // (args.context * args.model))

@@ -18,9 +18,11 @@ Arrays that are distributed over the ranks of a mesh; see `Mesh`, `distribute`, 
 # Each name is public by being imported as itself, which says so to type checkers too (PEP 484).
 from pce_mpi import dense as dense
 from pce_mpi.autograd.inference import Inference as Inference, infer_placements as infer_placements
+from pce_mpi.autograd.rehearsal import rehearse as rehearse
 from pce_mpi.autograd.rules import Rule as Rule
 from pce_mpi.autograd.tape import no_grad as no_grad
 from pce_mpi.comm.errors import CollectiveError as CollectiveError, CollectiveTimeout as CollectiveTimeout
+from pce_mpi.comm.rehearsed import Rehearsal as Rehearsal
 from pce_mpi.comm.tracing import Trace as Trace, named_scope as named_scope, trace as trace
 from pce_mpi.distributed.array import DistArray as DistArray
 from pce_mpi.distributed.checkpoint import load as load, save as save

@@ -2,18 +2,33 @@
 
 Operations run on them as on other arrays, and give the shapes and dtypes of their results. So a program's collectives
 are found without data. A function that needs the value of an element raises `TypeError`.
+
+While a ledger is open, an array knows the memory that it would take: `block`, which it shares with its views, and
+whether its elements would follow each other in C order there. A view without that order is copied by `reshape`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+import math
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from pce_mpi.ledger import Block, open_ledger
 
 
 class Hollow(np.ndarray[Any, Any]):
     """An array whose elements are all the same zero in memory, which is never read; `hollow` makes one."""
+
+    block: Block | None = None
+    ordered = True
+
+    def __array_finalize__(self, seen: Any) -> None:
+        if getattr(seen, "block", None) is not None:  # this is a view
+            self.block, self.ordered = seen.block, False
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if method == "at":
@@ -41,9 +56,9 @@ class Hollow(np.ndarray[Any, Any]):
             f"numpy.{function.__name__} takes no hollow arrays: it may depend on elements, which they do not have"
         )
 
-    def astype(self, dtype: Any, *_: Any, **__: Any) -> Any:
-        """Return a hollow array of this dtype."""
-        return hollow(self.shape, dtype)
+    def astype(self, dtype: Any, *_: Any, **options: Any) -> Any:
+        """Return a hollow array of this dtype, or the same one with `copy=False` if it has that dtype."""
+        return self if self.dtype == dtype and not options.get("copy", True) else hollow(self.shape, dtype)
 
     def copy(self, *_: Any, **__: Any) -> Any:
         """Return a hollow array of the same shape and dtype."""
@@ -53,18 +68,47 @@ class Hollow(np.ndarray[Any, Any]):
         parts = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(part, Hollow) for part in parts):
             found: Any = super().__getitem__(index)
-            return hollow(found.shape, found.dtype)
+            if not isinstance(found, Hollow) or any(isinstance(part, np.ndarray | list) for part in parts):  # a copy
+                return hollow(found.shape, found.dtype)
+            if found.block is not None and self.ordered:
+                found.ordered = _in_order(self.shape, lambda x: x[index])
+            return found
         # A mask takes all elements, the most that a mask can take.
         masks = [getattr(part, "dtype", None) == np.bool_ for part in parts]
         shapes = [(part.size,) if mask else np.shape(part) for part, mask in zip(parts, masks, strict=True)]
         axes = sum(part.ndim if mask else 1 for part, mask in zip(parts, masks, strict=True))
         return hollow((*np.broadcast_shapes(*shapes), *self.shape[axes:]), self.dtype)
 
+    def reshape(self, *shape: Any, **options: Any) -> Any:
+        """Return a view, or a copy if the elements are not in C order."""
+        found = super().reshape(*shape, **options)
+        if self.block is None:
+            return found
+        if not self.ordered:
+            return hollow(found.shape, found.dtype)
+        found.ordered = True
+        return found
+
+    def squeeze(self, *axes: Any, **options: Any) -> Any:
+        """Return a view without axes of length 1."""
+        found: Any = super().squeeze(*axes, **options)
+        found.ordered = self.ordered
+        return found
+
+    def view(self, *kind: Any, **options: Any) -> Any:
+        """Return a view of another dtype."""
+        found: Any = super().view(*kind, **options)
+        found.ordered = self.ordered
+        return found
+
     def __setitem__(self, *_: Any) -> None:
         """Do nothing: there are no elements."""
 
     def _value(self, *_: Any) -> Any:
-        raise TypeError("hollow arrays have no elements, so the value of an element cannot be given")
+        raise TypeError(
+            "hollow arrays have no elements, so the value of an element cannot be given: in a rehearsal the program "
+            "says it, as in loss.item(rehearsed=0.0)"
+        )
 
     def __repr__(self) -> str:
         return f"hollow({self.shape}, {self.dtype})"
@@ -76,7 +120,27 @@ class Hollow(np.ndarray[Any, Any]):
 
 def hollow(shape: int | Sequence[int], dtype: Any = np.float64) -> Hollow:
     """Return a hollow array; it takes no memory."""
-    return np.broadcast_to(np.zeros((), dtype), shape).view(Hollow)
+    made = np.broadcast_to(np.zeros((), dtype), shape).view(Hollow)
+    ledger = open_ledger()
+    if ledger is not None:
+        made.block = Block(ledger, made.nbytes)
+    return made
+
+
+def enter(array: Any, purpose: str) -> None:
+    """Count the memory of `array` for `purpose` in the open ledger; an array that is not hollow has elements."""
+    if isinstance(array, Hollow) and array.block is not None:
+        array.block.enter(purpose)
+
+
+def _in_order(shape: tuple[int, ...], view: Callable[[Any], Any]) -> bool:
+    """Return whether a view of an array in C order is in C order; `view` must read no element."""
+    return bool(view(as_strided(np.zeros((), np.int8), shape, _strides(shape))).flags.c_contiguous)
+
+
+@lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _first(x: Any) -> Any:
@@ -86,7 +150,21 @@ def _first(x: Any) -> Any:
 def _as_hollow(found: Any) -> Any:
     if isinstance(found, list | tuple):
         return type(found)(map(_as_hollow, found))
+    if type(found) is Hollow:
+        return found
     return hollow(found.shape, found.dtype) if isinstance(found, np.ndarray) else found
+
+
+def _broadcast(x: Any, shape: Any) -> Any:
+    found = np.broadcast_to(np.asarray(x), shape)
+    made = found.view(Hollow)
+    made.block, made.ordered = getattr(x, "block", None), False
+    return made
+
+
+def _broadcast_together(*arrays: Any) -> Any:
+    shape = np.broadcast_shapes(*(x.shape for x in arrays))
+    return tuple(_broadcast(x, shape) for x in arrays)
 
 
 def _reduced(shape: tuple[int, ...], axis: Any, keepdims: bool) -> tuple[int, ...]:
@@ -133,6 +211,8 @@ _SHAPED: dict[Any, Callable[..., Any]] = {
     np.concatenate: _concatenated,
     np.stack: _stacked,
     np.einsum: _einsum,
+    np.broadcast_to: _broadcast,
+    np.broadcast_arrays: _broadcast_together,
     **dict.fromkeys([np.copyto, np.put_along_axis], lambda *_, **__: None),
     np.take_along_axis: lambda x, indices, *_, **__: hollow(indices.shape, x.dtype),
     np.argsort: lambda x, *_, **__: hollow(x.shape, np.intp),
@@ -143,7 +223,7 @@ _SHAPED: dict[Any, Callable[..., Any]] = {
 # Views, and functions that NumPy computes by ufuncs.
 _AS_THEY_ARE = {
     *(np.reshape, np.transpose, np.moveaxis, np.swapaxes, np.expand_dims, np.squeeze, np.flip, np.split),
-    *(np.broadcast_to, np.broadcast_arrays, np.diagonal, np.shape, np.ndim, np.size, np.result_type),
+    *(np.diagonal, np.shape, np.ndim, np.size, np.result_type),
     *(np.sum, np.max, np.min, np.mean, np.any, np.all, np.clip, np.shares_memory, np.may_share_memory),
 }
 
@@ -169,9 +249,19 @@ class Library:
     @staticmethod
     def asarray(x: Any, dtype: Any = None, **_: Any) -> Any:
         """Return `x` as an array; it is hollow only if `x` is."""
-        return hollow(x.shape, dtype or x.dtype) if isinstance(x, Hollow) else np.asarray(x, dtype)
+        return x.astype(dtype or x.dtype, copy=False) if isinstance(x, Hollow) else np.asarray(x, dtype)
 
-    array = ascontiguousarray = asarray
+    @staticmethod
+    def array(x: Any, dtype: Any = None, **_: Any) -> Any:
+        """Return a copy of `x`; it is hollow only if `x` is."""
+        return hollow(x.shape, dtype or x.dtype) if isinstance(x, Hollow) else np.array(x, dtype)
+
+    @staticmethod
+    def ascontiguousarray(x: Any, dtype: Any = None) -> Any:
+        """Return `x` in C order; it is hollow only if `x` is."""
+        if not isinstance(x, Hollow):
+            return np.ascontiguousarray(x, dtype)
+        return x.astype(dtype or x.dtype, copy=not x.ordered)
 
 
 LIBRARY = Library()

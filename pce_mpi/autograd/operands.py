@@ -12,6 +12,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_real
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.hollow import hollow
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -48,6 +49,7 @@ def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
             operand = value
         else:
             array = _plain_operand(value, values, first, f"operand {index} of {name}")
+            array = hollow(array.shape, array.dtype) if first.mesh.is_hollow else array
             operand = DistArray(array, first.mesh, Sharding.of(first.mesh.dim_sizes, array.shape, {}))
         alike = alike and type(operand.local) is type(first.local)
         operands.append(operand)

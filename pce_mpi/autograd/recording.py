@@ -12,6 +12,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.autograd.gradients import place_of
+from pce_mpi.autograd.held import blocks_of
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.tape import Node
@@ -19,6 +20,7 @@ from pce_mpi.comm.tracing import cause, current_scope, set_scope
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.arithmetic import current
+from pce_mpi.ledger import open_ledger
 
 _DTYPE = attrgetter("local.dtype")
 
@@ -72,6 +74,8 @@ def put_on_tape(
             for index, want in enumerate(wanted)
         ]
 
+    if (ledger := open_ledger()) is not None:
+        ledger.hold(blocks_of([known, arguments, more]), vjp)
     node = Node(op.name, [place_of(x) if x.requires_grad else None for x in operands], vjp, len(real), current())
     for value, result in enumerate(real):
         result.requires_grad = True

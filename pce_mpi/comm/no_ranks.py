@@ -59,7 +59,7 @@ class NoRanks:
         """Fill in this rank's message for every rank; hollow arrays have no memory for it."""
         received, counts = everyones
         if type(received) is np.ndarray:
-            received.reshape(len(counts), -1)[...] = mine
+            received.reshape(len(counts), -1)[...] = mine.reshape(-1)
 
     @staticmethod
     def Ialltoallv(*_: Any) -> None:

@@ -10,7 +10,7 @@ A trace may list fingerprints of results as well. Functions that make results as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
@@ -206,10 +206,20 @@ class Trace:
         for event, calls in grouped.items():
             values = asdict(event) | {"calls": calls, "bytes": calls * event.bytes}
             rows.append([str(values[name]) for name in names])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: int | None = None) -> str:
+    """Return the rows of a table as lines; the columns from number `right` on are aligned right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    to_left = [right is None or column < right for column in range(len(widths))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(row, widths, to_left, strict=True)
+        ).rstrip()
+        for row in rows
+    )
 
 
 _open: ContextVar[tuple[Trace, ...]] = ContextVar("open_traces", default=())

@@ -19,6 +19,7 @@ from pce_mpi.distributed.pictures import array_size, draw_array
 from pce_mpi.distributed.placements import Partial, Placement
 from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.hollow import enter
 from pce_mpi.pictures import new_figure, svg_or_none
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ class DistArray:
         # SGD may write to a made array, or to a view of one, so no copy of those is kept. All ranks must decide alike:
         # by the operations that led here, never by the memory of the local array.
         self.copies: dict[Sharding, DistArray] | None = {} if computed else None
+        if mesh.shardings is not None:
+            mesh.shardings.add(sharding)
+            if requires_grad:
+                enter(local, "parameters")
 
     @property
     def computed(self) -> bool:
@@ -151,8 +156,13 @@ class DistArray:
         with cause("full", reason="the global array is asked for"):
             return redistribute(self, self.sharding.replicated).local.copy()
 
-    def item(self) -> Any:
+    def item(self, *, rehearsed: Any = None) -> Any:
         """Return the only element of the global array, as a Python number.
+
+        Parameters
+        ----------
+        rehearsed : bool, int or float, optional
+            The number to return on a mesh without ranks, whose arrays have no elements (`rehearse`).
 
         Returns
         -------
@@ -163,6 +173,8 @@ class DistArray:
         ------
         ValueError
             If there is not exactly one element.
+        TypeError
+            Without `rehearsed` on a mesh without ranks.
 
         Notes
         -----
@@ -170,7 +182,8 @@ class DistArray:
         """
         if self.size != 1:
             raise ValueError(f"only an array of one element is a number, got shape {self.shape}")
-        return self.full().item()
+        found = self.full()
+        return rehearsed if self.mesh.is_hollow and rehearsed is not None else found.item()
 
     def __float__(self) -> float:
         return float(self.item())

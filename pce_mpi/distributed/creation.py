@@ -197,8 +197,29 @@ def from_local(
         }
     mesh.agree(mesh.dims, "from_local", called, checks.error)
     texts = all_gather_text(json.dumps(taken.shape), comm, operation="from_local", over=over)
-    destination = _assembled([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
+    if mesh.is_hollow:
+        destination, taken = _balanced(taken.shape, mesh, placements, called["shape"]), hollow(taken.shape, taken.dtype)
+    else:
+        destination = _assembled([tuple(json.loads(text)) for text in texts], mesh, placements, called["shape"])
     return DistArray(owned(taken, taken) if requires_grad else taken, mesh, destination, requires_grad=requires_grad)
+
+
+def _balanced(
+    here: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Placement], given: tuple[int, ...] | None
+) -> Sharding:
+    """Return the sharding of balanced shards in which this rank holds an array of shape `here`.
+
+    Without other ranks their shards are not known.
+    """
+    found = Sharding.of(mesh.dim_sizes, here if given is None else given, placements)
+    if given is None and any(map(found.dims_of, range(len(here)))):
+        raise ValueError("shape must be given on a mesh without ranks, as the shards of other ranks are not known")
+    if found.local_shape(mesh.coordinates) != here:
+        raise ValueError(
+            f"shape = {given}: this rank's balanced shard of it has shape {found.local_shape(mesh.coordinates)}, "
+            f"got {here}; on a mesh without ranks shards must be balanced"
+        )
+    return found
 
 
 def _assembled(

@@ -16,6 +16,7 @@ from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact import draws
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
+from pce_mpi.hollow import hollow
 from pce_mpi.scalars import flag, integers, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -169,6 +170,9 @@ def _drawn(
         raise ValueError(f"random numbers cannot be Partial, got {dict(destination.by_dim)}")
     text = f"{operation} {said | {'seed': seed, operation: shape}} as {dtype.name}, {destination}"
     mesh.note(zlib.crc32(text.encode()), text, text)
+    if mesh.is_hollow:
+        made = hollow(destination.local_shape(mesh.coordinates), dtype)
+        return DistArray(made, mesh, destination, requires_grad=requires_grad)
     local, stream = xp.empty(destination.local_shape(mesh.coordinates), dtype), draws.stream_of(seed)
     flat, size = local.reshape(-1), BLOCK if xp is np else BLOCK_ON_GPU
     for start in range(0, local.size, size):

@@ -20,7 +20,7 @@ from pce_mpi.comm.library import is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.pictures import draw_mesh, mesh_size
-from pce_mpi.distributed.sharding import Dims
+from pce_mpi.distributed.sharding import Dims, Sharding
 from pce_mpi.exact.arithmetic import current
 from pce_mpi.floating_point import check_floating_point
 from pce_mpi.pictures import new_figure, svg_or_none
@@ -148,6 +148,8 @@ class Mesh:
         self._history = 0
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
         self._fault: Exception | None = None
+        # Without ranks, the shardings of all arrays: they say which ranks would hold arrays of other shapes.
+        self.shardings: set[Sharding] | None = set() if self.is_hollow else None
 
     @property
     def is_hollow(self) -> bool:

@@ -196,11 +196,11 @@ class Sharding:
         uneven = [
             f"axis {axis} split at {list(splits[1:-1])}"
             for axis, splits in enumerate(self.splits)
-            if splits is not None and splits != balanced_splits(self.shape[axis], self._sizes_along(axis))
+            if splits is not None and splits != balanced_splits(self.shape[axis], self.sizes_along(axis))
         ]
         return "; ".join([text, *uneven])
 
-    def _sizes_along(self, axis: int) -> tuple[int, ...]:
+    def sizes_along(self, axis: int) -> tuple[int, ...]:
         return tuple(self.sizes[dim] for dim in self._dims_of[axis])
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, to_host
+from pce_mpi.arrays import array_namespace, is_true, to_host
 from pce_mpi.loss.kernels import converted
 from pce_mpi.loss.kernels.elementary import (
     ATANH,
@@ -265,7 +265,7 @@ def _circular(xp: Any, x: Array, quarters: int) -> Array:
     r, more = two_sum(r, -(n * PARTS[2]))
     r, tail = _sum(r, (tail + more) - n * PARTS[3])
     n = n.astype(i64)
-    if far.any():
+    if is_true(far.any()):
         places = xp.nonzero(far)[0]
         found = [_reduced(value) for value in to_host(x[places]).tolist()]
         for array, numbers in zip((n, r, tail), zip(*found, strict=True), strict=True):

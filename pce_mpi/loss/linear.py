@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array
+from pce_mpi.arrays import array_namespace, as_array, is_true
 from pce_mpi.loss.chunks import Gradients, agree_on_product
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import LinearOptions, Options, takes
@@ -126,13 +126,13 @@ class RowSums:
     def of_hidden(self, upstream: Any) -> Array:
         """Return the gradient of `hidden`, in its sum's memory; rows that do not count stay 0 for any factor."""
         found = self._scaled(self.gradients.hidden, upstream)
-        if self.ignored.any():
+        if is_true(self.ignored.any()):
             found[array_namespace(found).asarray(self.ignored.reshape(found.shape[:-1]))] = 0
         return found
 
     def of_classes(self, total: Array, upstream: Any) -> Array:
         """Return the gradient of `w` or `bias` in the memory of its `total`; it is 0 if no row counts."""
-        return total if self.ignored.all() else self._scaled(total, upstream)
+        return total if is_true(self.ignored.all()) else self._scaled(total, upstream)
 
     def _scaled(self, gradient: Array, upstream: Any) -> Array:
         with np.errstate(all="ignore"):

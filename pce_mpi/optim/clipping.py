@@ -18,6 +18,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.arithmetic import current
+from pce_mpi.hollow import enter
 from pce_mpi.optim.parameters import check_parameters, listed, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
@@ -85,6 +86,7 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
         for parameter in given:
             if parameter.grad is not None:
                 scaled = _times(parameter.grad.local, scale)
+                enter(scaled, "gradients")
                 parameter.grad = DistArray(scaled, parameter.mesh, parameter.grad.sharding)
     return norm
 

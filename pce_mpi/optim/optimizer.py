@@ -16,6 +16,7 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.tensor_files import names_shown, shown
+from pce_mpi.hollow import enter
 from pce_mpi.optim.parameters import block_of, blocks, check_parameters, in_groups, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
@@ -193,7 +194,9 @@ class Optimizer(ABC):
 
     def _zeros(self, parameter: DistArray) -> Array:
         dtype = compute_dtype_of(parameter.dtype)
-        return array_namespace(parameter.local).zeros(parameter.local.shape, dtype)
+        zeros = array_namespace(parameter.local).zeros(parameter.local.shape, dtype)
+        enter(zeros, "optimizer state")
+        return zeros
 
     def state(self) -> dict[str, DistArray]:
         """Return copies of the state, to be saved beside the parameters.

@@ -26,6 +26,7 @@ from pce_mpi.distributed.placements import Partial
 from pce_mpi.distributed.redistribution import Step, Verb, steps
 from pce_mpi.distributed.sharding import Coordinates, Sharding, within
 from pce_mpi.exact.arithmetic import current
+from pce_mpi.hollow import enter
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -104,7 +105,8 @@ def synchronize(
     gradients = {index: each.grad for index, each in enumerate(parameters) if each.grad is not None}
     with cause(operation, reason="the gradient is brought to its parameter"):
         for index in schedule.alone:
-            parameters[index].grad = redistribute(gradients[index], parameters[index].sharding)
+            parameters[index].grad = brought = redistribute(gradients[index], parameters[index].sharding)
+            enter(brought.local, "gradients")
     partials = {index: gradients[index].local for group in schedule.groups for index in group.members}
     for group in schedule.groups:
         _bring_together(group, partials, meshes[group.mesh], operation)
@@ -112,7 +114,9 @@ def synchronize(
         parameter = parameters[index]
         # Gradients are views of the reduced buffer, which lives as long as they do: copies would take as long as the
         # rest of this function.
-        parameter.grad = DistArray(partial.astype(parameter.dtype, copy=False), parameter.mesh, parameter.sharding)
+        local = partial.astype(parameter.dtype, copy=False)
+        enter(local, "gradients")
+        parameter.grad = DistArray(local, parameter.mesh, parameter.sharding)
 
 
 def _agree_on(

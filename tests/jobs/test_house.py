@@ -32,7 +32,15 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
     "": (
         {"mpi4py"},
         [
-            *(room("dense"), room("hollow"), room("arrays"), room("gpu"), room("memory"), room("leftovers")),
+            *(
+                room("dense"),
+                room("ledger", standard_library_only=True),
+                room("hollow"),
+                room("arrays"),
+                room("gpu"),
+                room("memory"),
+                room("leftovers"),
+            ),
             room("pictures"),
             room("floating_point", standard_library_only=True),
             room("scalars"),
@@ -44,6 +52,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         [
             room("timeline", "arrays", "numpy"),
             room("tracing", "arrays", "numpy"),
+            room("rehearsed", "arrays", "numpy"),
             room("rank_texts", standard_library_only=True),
             room("errors", standard_library_only=True),
             room("no_ranks", "arrays"),
@@ -119,9 +128,11 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("op"),
             room("gradients"),
             room("operands"),
+            room("held", "comm"),
             room("recording"),
             room("apply"),
             room("inference"),
+            room("rehearsal"),
         ],
     ),
     "ops": (

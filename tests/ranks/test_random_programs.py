@@ -22,6 +22,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import DistArray, Mesh, Partial, Replicate, Shard, from_local
 from pce_mpi.distributed.array import OPERATIONS
+from pce_mpi.hollow import hollow
 from pce_mpi.ops import selection
 from ranks import op_cases
 from ranks.grids import NAMES, Array, factorizations, local_of, mesh_of, spread
@@ -169,6 +170,9 @@ def on_ranks(mesh: Mesh, parameters: dict[int, DistArray]) -> dict[str, Any]:
     def of(whole: Array, number: int, ragged: bool, placements: Any, requires_grad: bool = False) -> DistArray:
         placed = (placements.get(dim, Replicate()) for dim in mesh.dims)
         sharding = spread(mesh.dim_sizes, whole.shape, *placed, seed=[number] if ragged else None)
+        if mesh.is_hollow:  # `from_local` would not know the shards of other ranks
+            nothing = hollow(sharding.local_shape(mesh.coordinates), whole.dtype)
+            return DistArray(nothing, mesh, sharding, requires_grad=requires_grad)
         local = local_of(whole, sharding, mesh.coordinates, seed=number)
         # Each rank chooses the order of its elements in memory.
         local = np.asarray(local, order="F" if (number + mesh.rank) % 2 else "C")

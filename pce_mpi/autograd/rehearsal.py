@@ -1,0 +1,146 @@
+"""Rehearse a program: run it on hollow arrays, for a mesh of any size, and note what it would send and keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise, product
+import math
+from typing import Any
+
+from pce_mpi.comm.rehearsed import Link, Rehearsal
+from pce_mpi.comm.tracing import Event, trace, untraced
+from pce_mpi.distributed.mesh import Mesh, checked_dims
+from pce_mpi.distributed.sharding import Coordinates, Sharding, balanced_splits
+from pce_mpi.ledger import keeping
+from pce_mpi.scalars import real
+
+
+def rehearse(
+    program: Callable[[Mesh], object],
+    mesh: Mesh | Mapping[str, int],
+    *,
+    links: Mapping[str, tuple[float, float]] | None = None,
+) -> Rehearsal:
+    """Run a program without ranks, data or MPI, and return what it would send and keep on a mesh of any size.
+
+    Parameters
+    ----------
+    program : callable
+        Takes a mesh, and does with it what it does on a real one: `distribute`, operations, `backward`,
+        `clip_grad_norm`, `step`.
+    mesh : Mesh or mapping of str to int
+        The sizes of the dims by name, such as `{"data": 512, "model": 8}`, or a mesh that has them.
+    links : mapping of str to pair of float, optional
+        For each dim the latency of a collective, in seconds, and the bytes a second from a rank, as `python -m pce_mpi
+        bench --collectives` measures them. Then the trace has estimated seconds.
+
+    Returns
+    -------
+    Rehearsal
+        The trace: every collective, with its bytes on the rank that puts in most, and the bytes that a rank keeps.
+
+    Raises
+    ------
+    TypeError
+        If `program` is no function, or asks for the value of an element.
+    ValueError
+        If the sizes are none, or a link is no pair of positive numbers of a dim.
+    Exception
+        The error that the program raises.
+
+    Notes
+    -----
+    Communicates nothing, and needs no MPI. The arrays of the mesh, which is `mesh.is_hollow`, have shapes and dtypes
+    but no elements. A program that needs a number says what it is in a rehearsal: `loss.item(rehearsed=0.0)`. Plain
+    arrays may take no memory either: `np.broadcast_to(np.float32(0), shape)`.
+
+    If shards have several lengths, the program runs once for each kind of rank. `from_local` takes balanced shards and
+    needs their `shape`. A lookup by rows of a sharded table or by a mask takes as many elements as it can.
+
+    Inside `reproducible` the program is rehearsed in that arithmetic.
+
+    Examples
+    --------
+    >>> import numpy as np, pce_mpi as pce
+    >>> def program(mesh):
+    ...     x = pce.distribute(np.ones((4096, 64), np.float32), mesh, data=pce.Shard(0))
+    ...     w = pce.distribute(np.ones((64, 1000), np.float32), mesh, requires_grad=True, model=pce.Shard(1))
+    ...     pce.cross_entropy(x @ w, np.zeros(4096, int)).backward()
+    ...     pce.SGD([w], lr=0.1).step()
+    >>> trace = rehearse(program, mesh={"data": 512, "model": 8})
+    >>> trace.bytes(phase="forward", over="model"), trace.memory["parameters"]
+    (320, 32000)
+    """
+    if not callable(program):
+        raise TypeError(f"program must be a function that takes a mesh, got {program!r}")
+    if not isinstance(mesh, Mesh | Mapping):
+        raise TypeError(f"mesh must be the sizes of dims by name, such as {{'data': 512}}, got {mesh!r}")
+    sizes = checked_dims(mesh.dims if isinstance(mesh, Mesh) else mesh)
+    first, shardings = _run(program, sizes, dict.fromkeys(sizes, 0))
+    first.links = _checked_links(links or {}, sizes)
+    for coordinates in _other_kinds(sizes, shardings):
+        _take_most(first, _run(program, sizes, coordinates)[0])
+    return first
+
+
+def _run(program: Callable[[Mesh], object], sizes: dict[str, int], at: Coordinates) -> tuple[Rehearsal, set[Sharding]]:
+    """Return the rehearsal of the rank at these coordinates, and the shardings of all arrays."""
+    here = Mesh.without_ranks(at, **sizes)
+    with untraced(), trace() as noted, keeping() as ledger:
+        program(here)
+    assert here.shardings is not None
+    return Rehearsal(sizes, noted.events, ledger.most, {}), here.shardings
+
+
+def _checked_links(links: Mapping[str, tuple[float, float]], sizes: Mapping[str, int]) -> dict[str, Link]:
+    if not isinstance(links, Mapping) or (links and set(links) != set(sizes)):
+        raise ValueError(f"links must have a latency and a bandwidth for each of {', '.join(sizes)}, got {links!r}")
+    found = {}
+    for dim, link in links.items():
+        if not isinstance(link, tuple | list) or len(link) != 2:
+            raise ValueError(f"the link of {dim!r} must be a latency and a bandwidth, got {link!r}")
+        latency, bandwidth = (real(number, f"the link of {dim!r}") for number in link)
+        if not (0.0 <= latency < math.inf and 0.0 < bandwidth):
+            raise ValueError(f"the link of {dim!r} must be seconds and bytes a second, got {link!r}")
+        found[dim] = Link(latency, bandwidth)
+    return found
+
+
+def _take_most(most: Rehearsal, other: Rehearsal) -> None:
+    """Let each collective, and each kind of memory, have the bytes of the rank that has more."""
+    if [replace(event, bytes=0) for event in most.events] != [replace(event, bytes=0) for event in other.events]:
+        raise ValueError("the program runs other operations on other ranks, so that these would wait for each other")
+    most.events[:] = [max(pair, key=_bytes) for pair in zip(most.events, other.events, strict=True)]
+    most.memory |= {purpose: max(size, other.memory[purpose]) for purpose, size in most.memory.items()}
+
+
+def _bytes(event: Event) -> int:
+    return event.bytes
+
+
+def _other_kinds(sizes: dict[str, int], shardings: set[Sharding]) -> Iterator[dict[str, int]]:
+    """Yield the coordinates of one rank of each kind but that at the origin: ranks of a kind have equal shapes."""
+    uneven = [sharding for sharding in shardings if not _is_even(sharding)]
+    dims = {dim for sharding in uneven for axis in range(len(sharding.shape)) for dim in sharding.dims_of(axis)}
+    known: set[tuple[Any, ...]] = set()
+    for place in product(*(range(size if dim in dims else 1) for dim, size in sizes.items())):
+        at = dict(zip(sizes, place, strict=True))
+        kind = tuple(_held(sharding, at) for sharding in uneven)
+        if known and kind not in known:
+            yield at
+        known.add(kind)
+
+
+def _is_even(sharding: Sharding) -> bool:
+    """Tell whether the shards of each axis have one length."""
+    return all(points is None or len({b - a for a, b in pairwise(points)}) == 1 for points in sharding.splits)
+
+
+def _held(sharding: Sharding, at: Coordinates) -> Any:
+    """Return what decides how many bytes a rank moves: the shape of its shard; where shards end anywhere, its part."""
+    balanced = all(
+        points is None or points == balanced_splits(sharding.shape[axis], sharding.sizes_along(axis))
+        for axis, points in enumerate(sharding.splits)
+    )
+    return sharding.local_shape(at) if balanced else str(sharding.slices(at))

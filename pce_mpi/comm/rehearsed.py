@@ -1,0 +1,83 @@
+"""The trace of a rehearsal: what each part of a program sends, what a rank keeps, and how long sending would take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from pce_mpi.comm.tracing import Event, Purpose, Trace, aligned
+
+
+class Link(NamedTuple):
+    """The links of the ranks along a dim: seconds until a small collective ends, and bytes a second from a rank."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, event: Event) -> float:
+        """Estimate the time of a collective, by the bytes that a rank sends in the well-known algorithms."""
+        others = event.ranks - 1
+        sent = {
+            "all_reduce": 2 * event.bytes * others / event.ranks,
+            "reduce_scatter": event.bytes * others / event.ranks,
+            "all_gather": event.bytes * others,
+            "all_to_all": event.bytes,
+        }
+        return self.latency + sent[event.collective] / self.bandwidth if others else 0.0
+
+
+class Rehearsal(Trace):
+    """What a program would send and keep on a mesh; `rehearse` makes one.
+
+    It is a `Trace` whose events have the bytes of the rank that puts in most. `print` shows a table by phase, cause and
+    dim, and the memory of a rank.
+
+    Attributes
+    ----------
+    mesh : dict of str to int
+        The sizes of the dims.
+    memory : dict of str to int
+        The bytes, at most, of "parameters", "gradients", "optimizer state" and "tape" on the rank that keeps most. The
+        tape holds what backward needs beside the parameters. Arrays of the program's own do not count.
+    links : dict of str to Link
+        The latency and the bandwidth along each dim, if they were given.
+    """
+
+    def __init__(
+        self, mesh: Mapping[str, int], events: Iterable[Event], memory: Mapping[str, int], links: Mapping[str, Link]
+    ) -> None:
+        super().__init__()
+        self.mesh, self.memory, self.links = dict(mesh), dict(memory), dict(links)
+        self.events.extend(events)
+
+    @property
+    def seconds(self) -> float | None:
+        """The estimated time of all collectives, one after the other; None without links."""
+        return sum(map(self._seconds_of, self.events)) if self.links else None
+
+    def _seconds_of(self, event: Event) -> float:
+        """Estimate by the slowest link of the dims; a communicator that has another name may be over all of them."""
+        links = [link for dim, link in self.links.items() if dim in event.over.split(", ")] or self.links.values()
+        return max(link.seconds(event) for link in links)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table by phase, cause and dim, with its head, as text: payload first, agreements together."""
+        parts: dict[tuple[str, ...], list[Event]] = {}
+        for event in sorted(self.events, key=lambda event: event.purpose == Purpose.AGREEMENT):
+            cause = "agreement of ranks" if event.purpose == Purpose.AGREEMENT else event.operation
+            parts.setdefault((event.phase, cause, event.over, event.collective), []).append(event)
+        head = ("phase", "cause", "over", "collective", "calls", "bytes", *["seconds"][: len(self.links)])
+        rows = [head]
+        for part, events in parts.items():
+            counted = f"{len(events):,}", f"{sum(event.bytes for event in events):,}"
+            seconds = [f"{sum(map(self._seconds_of, events)):.3g}"] if self.links else []
+            rows.append((*part, *counted, *seconds))
+        return rows
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{dim}={size}" for dim, size in self.mesh.items())
+        kept = [("kept by a rank, at most", "bytes"), *((what, f"{size:,}") for what, size in self.memory.items())]
+        parts = [f"on {sizes}, each rank at most:", aligned(self.rows(), right=4), aligned(kept, right=1)]
+        if self.links:
+            parts.append(f"estimated seconds of all collectives, one after the other: {self.seconds:.3g}")
+        return "\n\n".join(parts)

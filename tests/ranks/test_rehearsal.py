@@ -1,0 +1,167 @@
+"""Rehearsals: what a program would send on a mesh is what it sends there, collective for collective, byte for byte.
+
+A rehearsal has the bytes of the rank that puts in most, so these are compared with the largest of all ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+import pytest
+
+import pce_mpi as pce
+from pce_mpi import DistArray, Mesh, Shard
+from pce_mpi.autograd import held, recording
+from pce_mpi.comm.tracing import Event
+from pce_mpi.ledger import Block, Ledger
+from ranks.grids import factorizations, mesh_of
+from ranks.test_random_programs import on_ranks, program_of, run
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+# For each number of dims, in turn on each mesh of the ranks that has them.
+PROGRAMS = 25
+ROWS, FEATURES, HIDDEN, CLASSES = 7, 6, 10, 11
+# Communicators may have been made before, and a rehearsal makes shards that end anywhere otherwise.
+BEFORE = ("Mesh.comm", "from_local")
+
+
+def outcome(
+    events: Callable[[Callable[[Mesh], object], Mesh], list[Event]], program: Callable[[Mesh], object], mesh: Mesh
+) -> list[Event] | str:
+    """The events of a program, or the error that every rank raises."""
+    try:
+        return [event for event in events(program, mesh) if event.operation not in BEFORE]
+    except NotImplementedError as error:
+        return str(error)
+
+
+def rehearsed(program: Callable[[Mesh], object], mesh: Mesh) -> list[Event]:
+    return pce.rehearse(program, mesh).events
+
+
+def traced(program: Callable[[Mesh], object], mesh: Mesh) -> list[Event]:
+    """The events of a run on these ranks, each with the bytes of the rank that put in most; collective."""
+    with pce.trace() as trace:
+        program(mesh)
+    everyones = mesh.comm(*mesh.dims).allgather(trace.events)
+    for events in everyones:
+        assert [replace(event, bytes=0) for event in events] == [replace(event, bytes=0) for event in everyones[0]]
+    return [max(alike, key=lambda event: event.bytes) for alike in zip(*everyones, strict=True)]
+
+
+def of_text(source: str) -> Callable[[Mesh], None]:
+    """Run a random program with its backward pass."""
+
+    def program(mesh: Mesh) -> None:
+        parameters: dict[int, DistArray] = {}
+        loss = run(source, on_ranks(mesh, parameters))["loss"]
+        if loss.requires_grad:
+            loss.backward()
+
+    return program
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "reproducible"])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_random_programs_send_what_was_rehearsed(comm, ndim, exact):
+    sizes = list(factorizations(comm.size, ndim))
+    for seed in range(PROGRAMS):
+        mesh = mesh_of(comm, *sizes[seed % len(sizes)])
+        source = program_of(seed, mesh)
+        program = of_text(source)
+        with pce.reproducible(exact):
+            expected = outcome(traced, program, mesh)
+            assert outcome(rehearsed, program, mesh) == expected, f"program {seed} on {mesh}:\n\n{source}"
+
+
+# What a rank keeps
+
+
+def classify(mesh: Mesh) -> list[DistArray]:
+    """A layer and a loss; the tape holds the features, the hidden units before and after gelu, and the softmax."""
+    x = pce.distribute(np.ones((ROWS, FEATURES), np.float32), mesh, data=Shard(0))
+    w = pce.distribute(np.ones((FEATURES, HIDDEN), np.float32), mesh, requires_grad=True)
+    v = pce.distribute(np.ones((HIDDEN, CLASSES), np.float32), mesh, requires_grad=True, data=Shard(1))
+    pce.cross_entropy(pce.gelu(x @ w) @ v, np.arange(ROWS) % CLASSES).backward()
+    pce.AdamW([w, v], lr=0.1).step()
+    return [w, v]
+
+
+def attend(mesh: Mesh) -> list[DistArray]:
+    """Heads are views of a product, and a product of the attended values needs a copy of them."""
+    x = pce.distribute(np.ones((2, 6, 8), np.float32), mesh, data=Shard(1))
+    w = pce.distribute(np.ones((8, 24), np.float32), mesh, requires_grad=True)
+    heads = (x @ w).reshape(2, 6, 4, -1).swapaxes(1, 2)
+    q, k, v = pce.split(heads, 3, axis=-1)
+    k, v = (each.redistribute(data=pce.Replicate()) for each in (k, v))
+    y = pce.scaled_dot_product_attention(q, k, v, causal=True).swapaxes(1, 2).reshape(2, 6, 8)
+    pce.sum(pce.square(pce.layer_norm(y) @ w)).backward()
+    pce.SGD([w], lr=0.1, momentum=0.9).step()
+    return [w]
+
+
+def micro_batches(mesh: Mesh) -> list[DistArray]:
+    """The tape of one batch is freed before the next one; a gradient is clipped."""
+    w = pce.distribute(np.ones((FEATURES, CLASSES), np.float32), mesh, requires_grad=True, data=Shard(1))
+    for rows in (3, ROWS, 2):
+        x = pce.distribute(np.ones((rows, FEATURES), np.float32), mesh)
+        pce.mean(pce.softmax(pce.tanh(x @ w) * 2.0, axis=1)).backward()
+    pce.clip_grad_norm([w], 1e-9)
+    pce.SGD([w], lr=0.1).step()
+    return [w]
+
+
+def root_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array that has the memory of a view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+@pytest.mark.parametrize("program", [classify, attend, micro_batches], ids=lambda program: program.__name__)
+def test_tape_holds_the_bytes_that_were_rehearsed(comm, monkeypatch, program):
+    mesh = mesh_of(comm, comm.size)
+    ledger, blocks = Ledger(), dict[int, Block]()
+
+    def real_blocks_of(value: Any) -> set[Block]:
+        found, seen, waiting = set[Block](), list[Any](), [value]
+        while waiting:
+            each = waiting.pop()
+            if any(each is other for other in seen):
+                continue
+            seen.append(each)
+            if isinstance(each, np.ndarray):
+                root = root_of(each)
+                if id(root) not in blocks:
+                    blocks[id(root)] = Block(ledger, root.nbytes)
+                    finalize(root, blocks.pop, id(root))
+                found.add(blocks[id(root)])
+            else:
+                waiting.extend(held._parts(each))
+        return found
+
+    monkeypatch.setattr(recording, "blocks_of", real_blocks_of)
+    monkeypatch.setattr(recording, "open_ledger", lambda: ledger)
+    distribute = pce.distribute
+
+    def noted(array: Any, mesh: Mesh, **options: Any) -> DistArray:
+        made = distribute(array, mesh, **options)
+        if made.requires_grad:
+            (block,) = real_blocks_of(made.local)
+            block.enter("parameters")
+        return made
+
+    monkeypatch.setattr(pce, "distribute", noted)
+    parameters = program(mesh)
+    monkeypatch.undo()
+    kept = {"tape": ledger.most["tape"], "parameters": sum(each.local.nbytes for each in parameters)}
+    kept["gradients"] = sum(each.grad.local.nbytes for each in parameters)
+    everyones = comm.allgather(kept)
+    found = pce.rehearse(program, mesh).memory
+    assert {what: found[what] for what in kept if what != "gradients"} == {
+        what: max(each[what] for each in everyones) for what in kept if what != "gradients"
+    }
+    assert found["gradients"] >= max(each["gradients"] for each in everyones)
