@@ -107,7 +107,7 @@ class Classifier:
         self.parameters = {
             "w1": pce.normal((features, args.hidden), mesh, seed=args.seed, scale=features**-0.5, requires_grad=True),
             "b1": pce.distribute(np.zeros(args.hidden, np.float32), mesh, requires_grad=True),
-            "w2": pce.from_local(own, mesh, ranks=Shard(1), requires_grad=True),
+            "w2": pce.from_local(own, mesh, shape=(args.hidden, args.classes), ranks=Shard(1), requires_grad=True),
         }
         if args.margin:  # columns of zeros have no angles
             whole = {"scale": args.hidden**-0.5, "requires_grad": True, "ranks": Shard(1)}
@@ -121,7 +121,7 @@ class Classifier:
         """Read this rank's share of the rows and return the hidden vectors of all of them, on every rank."""
         own = features[rows[slice(*pce.shard_range(len(rows), self.mesh.size, self.mesh.rank))]]
         own = np.asarray(own.toarray() if hasattr(own, "toarray") else own, np.float32)
-        x = pce.from_local(own, self.mesh, ranks=Shard(0))
+        x = pce.from_local(own, self.mesh, shape=(len(rows), own.shape[1]), ranks=Shard(0))
         hidden = pce.relu(x @ self.parameters["w1"] + self.parameters["b1"])
         return self.normalized(hidden, 1).redistribute(ranks=Replicate())
 
@@ -142,7 +142,7 @@ class Classifier:
         self.optimizer.lr = pce.cosine_schedule(number, lr=self.args.rate, steps=steps, warmup=min(10, steps - 1))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        return loss.item(rehearsed=0.0)
 
     def validate(self, features, labels):
         """Return the mean loss of the validation rows, and how many have their class first and among the first five."""

@@ -77,8 +77,9 @@ def rehearse(
     if not isinstance(mesh, Mesh | Mapping):
         raise TypeError(f"mesh must be the sizes of dims by name, such as {{'data': 512}}, got {mesh!r}")
     sizes = checked_dims(mesh.dims if isinstance(mesh, Mesh) else mesh)
+    checked = _checked_links({} if links is None else links, sizes)
     first, shardings = _run(program, sizes, dict.fromkeys(sizes, 0))
-    first.links = _checked_links(links or {}, sizes)
+    first.links = checked
     for coordinates in _other_kinds(sizes, shardings):
         _take_most(first, _run(program, sizes, coordinates)[0])
     return first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -33,6 +33,9 @@ class NoRanks:
             [n for n, kept in zip(each, remaining, strict=True) if kept] for each in (self.sizes, self.coordinates)
         )
         return NoRanks(sizes, here)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a communicator without ranks has no {name}: nothing is sent by MPI in a rehearsal")
 
     def run(
         self,

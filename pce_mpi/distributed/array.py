@@ -141,8 +141,14 @@ class DistArray:
         if self.computed:
             self.local, self.copies = owned(self.local, self.local), None
 
-    def full(self) -> Array:
+    def full(self, *, rehearsed: Any = None) -> Array:
         """Return the global array, on every rank, in memory of its own.
+
+        Parameters
+        ----------
+        rehearsed : array, optional
+            The array to return on a mesh without ranks, whose arrays have no elements (`rehearse`). Otherwise it
+            returns a hollow one.
 
         Returns
         -------
@@ -154,7 +160,8 @@ class DistArray:
         Communicates as a redistribution to Replicate does: nothing if every placement is Replicate.
         """
         with cause("full", reason="the global array is asked for"):
-            return redistribute(self, self.sharding.replicated).local.copy()
+            found = redistribute(self, self.sharding.replicated).local.copy()
+        return rehearsed if self.mesh.is_hollow and rehearsed is not None else found
 
     def item(self, *, rehearsed: Any = None) -> Any:
         """Return the only element of the global array, as a Python number.
@@ -182,8 +189,8 @@ class DistArray:
         """
         if self.size != 1:
             raise ValueError(f"only an array of one element is a number, got shape {self.shape}")
-        found = self.full()
-        return rehearsed if self.mesh.is_hollow and rehearsed is not None else found.item()
+        found = self.full(rehearsed=rehearsed)
+        return found if found is rehearsed else found.item()
 
     def __float__(self) -> float:
         return float(self.item())

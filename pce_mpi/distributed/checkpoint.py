@@ -84,6 +84,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     7
     """
     mesh = _mesh_of(arrays)
+    _check_ranks(mesh)
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     described: dict[str, str] = {}
     writer: TensorWriter | None = None
@@ -171,6 +172,7 @@ def load(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
+    _check_ranks(mesh)
     comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
     arrays: dict[str, DistArray] = {}
     called: dict[str, Any] = {"requires_grad": bool(requires_grad)}
@@ -209,6 +211,11 @@ def _brief(text: str) -> str:
     if len(text) <= _TEXT_SHOWN:
         return text
     return f"{text[:_TEXT_SHOWN]}... (checksum {zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x})"
+
+
+def _check_ranks(mesh: Mesh) -> None:
+    if mesh.is_hollow:
+        raise TypeError("arrays of a mesh without ranks have no elements, so none are saved or loaded in a rehearsal")
 
 
 def _mesh_of(arrays: Any) -> Mesh:

@@ -23,6 +23,7 @@ from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 from pce_mpi.floating_point import check_floating_point
+from pce_mpi.hollow import Hollow
 from pce_mpi.loss.kernels import host_kernel, sets_arithmetic
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import Problem, check, target_text
@@ -60,6 +61,10 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
         if not sets_arithmetic:
             check_floating_point()
         problem = check_arguments()
+        if isinstance(options.comm, NoRanks) and type(problem.logits) is not Hollow:
+            raise TypeError(
+                "arrays with elements need ranks: in a rehearsal, distributed arrays and hollow ones are taken"
+            )
         facts = _facts(problem)
         host_kernel()  # a rank without the kernel that was chosen raises before the others wait
     error = checks.error

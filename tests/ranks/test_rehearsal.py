@@ -14,7 +14,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import DistArray, Mesh, Shard
 from pce_mpi.autograd import held, recording
-from pce_mpi.comm.tracing import Event
+from pce_mpi.comm.tracing import Event, Purpose
 from pce_mpi.ledger import Block, Ledger
 from ranks.grids import factorizations, mesh_of
 from ranks.test_random_programs import on_ranks, program_of, run
@@ -165,3 +165,96 @@ def test_tape_holds_the_bytes_that_were_rehearsed(comm, monkeypatch, program):
         what: max(each[what] for each in everyones) for what in kept if what != "gradients"
     }
     assert found["gradients"] >= max(each["gradients"] for each in everyones)
+
+
+# What a rehearsal refuses, and what it is told
+
+
+def sharded(mesh: Mesh, *shape: int) -> DistArray:
+    return pce.distribute(np.ones(shape), mesh, data=Shard(0))
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "text"),
+    [
+        (lambda mesh: pce.sum(sharded(mesh, 5)).item(), TypeError, "rehearsed=0.0"),
+        (lambda mesh: float(pce.sum(sharded(mesh, 5))), TypeError, "rehearsed=0.0"),
+        (lambda mesh: sharded(mesh, 5)[sharded(mesh, 5) > 0], TypeError, "may depend on elements"),
+        (lambda mesh: pce.save("file", {"x": sharded(mesh, 5)}), TypeError, "none are saved"),
+        (lambda mesh: pce.load("file", mesh), TypeError, "none are saved or loaded"),
+        (lambda mesh: mesh.comm("data").allgather(1), AttributeError, "without ranks has no allgather"),
+        (lambda mesh: pce.from_local(np.ones(2), mesh, data=Shard(0)), ValueError, "shape must be given"),
+        (lambda mesh: pce.from_local(np.ones(2), mesh, shape=(5,), data=Shard(0)), ValueError, "must be balanced"),
+        (
+            lambda mesh: pce.softmax_cross_entropy(np.ones((2, 3)), np.zeros(2, int), comm=mesh.comm("data")),
+            TypeError,
+            "arrays with elements need ranks",
+        ),
+        (
+            lambda mesh: sharded(mesh, 4).redistribute(data=pce.Replicate()) if mesh.rank else sharded(mesh, 4),
+            ValueError,
+            "other operations on other ranks",
+        ),
+    ],
+)
+def test_rehearsal_refuses_in_words(ask, error, text):
+    with pytest.raises(error, match=text):
+        pce.rehearse(ask, {"data": 3})
+
+
+@pytest.mark.parametrize(
+    ("program", "mesh", "links", "text"),
+    [
+        (None, {"data": 2}, None, "program must be a function"),
+        (sharded, 3, None, "mesh must be the sizes"),
+        (sharded, {}, None, "at least one dim"),
+        (sharded, {"data": 2}, {"model": (1.0, 1.0)}, "for each of data"),
+        (sharded, {"data": 2}, {"data": 1.0}, "a latency and a bandwidth"),
+        (sharded, {"data": 2}, {"data": (1.0, 0.0)}, "bytes a second"),
+    ],
+)
+def test_rehearsal_refuses_wrong_arguments(program, mesh, links, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        pce.rehearse(program, mesh, links=links)
+
+
+def test_program_gives_numbers_and_arrays_of_its_own():
+    given = []
+
+    def program(mesh: Mesh) -> None:
+        x = sharded(mesh, 6)
+        given.append(pce.sum(x).item(rehearsed=0.5))
+        given.append(x[x.full(rehearsed=np.arange(6)) > 2].shape)
+
+    trace = pce.rehearse(program, {"data": 3})
+    assert given == [0.5, (3,)]
+    assert trace.count("all_reduce", operation="full") == 1
+
+
+def test_most_bytes_of_any_rank_are_reported():
+    # The middle shards have all the rows of x[2:7]: of 9 rows over 3 ranks they have 1, 3 and 1.
+    trace = pce.rehearse(lambda mesh: sharded(mesh, 9)[2:7].full(), {"data": 3})
+    assert [event.bytes for event in trace.select("all_gather")] == [3 * 8]
+
+
+def test_seconds_follow_from_latency_and_bandwidth():
+    def program(mesh: Mesh) -> None:
+        x = sharded(mesh, 8)
+        x.full()
+        pce.sum(x).full()
+
+    trace = pce.rehearse(program, {"data": 4}, links={"data": (1.0, 8.0)})
+    assert trace.select("all_gather")[0].bytes == 16
+    agreements = trace.count("all_gather", purpose=Purpose.AGREEMENT)
+    assert trace.seconds == (1 + 3 * 16 / 8) + (1 + 2 * 8 * 3 / 4 / 8) + agreements * (1 + 3 * 56 / 8)
+    assert "estimated seconds" in str(trace)
+    assert pce.rehearse(program, {"data": 4}).seconds is None
+
+
+def test_table_has_phases_causes_and_dims():
+    rows = pce.rehearse(lambda mesh: sharded(mesh, 8).full(), {"data": 4}).rows()
+    assert rows[:2] == [
+        ("phase", "cause", "over", "collective", "calls", "bytes"),
+        ("forward", "full", "data", "all_gather", "1", "16"),
+    ]
+    assert rows[2][1] == "agreement of ranks"
