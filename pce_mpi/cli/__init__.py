@@ -1,6 +1,6 @@
-"""The command line: `info`, `check` and `bench`, each started on any number of ranks by mpiexec, and two others.
+"""The command line: `info`, `check`, `bench` and `rehearse`, on any number of ranks by mpiexec, and two others.
 
-In the first three, rank 0 prints, the others are silent, and an exception on any rank ends the whole job. `conformance`
+In the first four, rank 0 prints, the others are silent, and an exception on any rank ends the whole job. `conformance`
 starts the ranks itself, and never uses MPI in its own process. `judge` reads files, and needs one process.
 """
 
@@ -20,7 +20,7 @@ import textwrap
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from pce_mpi import __version__
-from pce_mpi.cli import bench, check, conformance, info, judge
+from pce_mpi.cli import bench, check, conformance, info, judge, rehearse
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.communicators import timeout_seconds
 from pce_mpi.comm.launch import launch, why_apart
@@ -184,7 +184,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         meant = f"; did you mean {' and '.join(alike)}?" if alike else ""
         chosen.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     if chosen is parser:
-        parser.error("a command is missing: info, check, bench, conformance or judge")
+        parser.error("a command is missing: info, check, bench, rehearse, conformance or judge")
     return options
 
 
@@ -203,7 +203,7 @@ on several ranks:
     parser.add_argument("--version", action="version", version=f"pce_mpi {__version__}", help="print the version")
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
-    for command in (info, check, bench, conformance, judge):
+    for command in (info, check, bench, rehearse, conformance, judge):
         name = command.__name__.rpartition(".")[2]
         summary = (command.__doc__ or "").partition("\n")[0].partition(": ")[2]
         subparser = commands.add_parser(name, help=summary, formatter_class=_HelpFormatter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+import shlex
 
 # More make no size, and Python refuses thousands of them.
 _MOST_DIGITS = 100
@@ -29,6 +30,34 @@ def positive_real(text: str) -> float:
     if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {_shown(text)}")
     return value
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """The sizes of the dims of a mesh, such as data=512,model=8."""
+    found = {}
+    for part in text.split(","):
+        dim, _, size = part.partition("=")
+        if not dim.isidentifier() or dim in found:
+            raise argparse.ArgumentTypeError(f"expected dims with sizes, such as data=512,model=8, got {_shown(text)}")
+        found[dim] = positive(size)
+    return found
+
+
+def link(text: str) -> tuple[str, tuple[float, float]]:
+    """A dim with the latency and the bandwidth of its links, such as data=5e-6,1e10."""
+    dim, _, numbers = text.partition("=")
+    latency, _, bandwidth = numbers.partition(",")
+    if not dim.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected a dim with two numbers, such as data=5e-6,1e10, got {_shown(text)}")
+    return dim, (positive_real(latency), positive_real(bandwidth))
+
+
+def words(text: str) -> list[str]:
+    """The words of a command line."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected words as for a shell: {error}") from None
 
 
 def writable_file(text: str) -> Path:

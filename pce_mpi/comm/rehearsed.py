@@ -60,24 +60,28 @@ class Rehearsal(Trace):
         links = [link for dim, link in self.links.items() if dim in event.over.split(", ")] or self.links.values()
         return max(link.seconds(event) for link in links)
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the table by phase, cause and dim, with its head, as text: payload first, agreements together."""
+    def rows(self) -> list[tuple[str | int | float, ...]]:
+        """Return the table by phase, cause and dim, with its head: payload first, agreements together."""
         parts: dict[tuple[str, ...], list[Event]] = {}
         for event in sorted(self.events, key=lambda event: event.purpose == Purpose.AGREEMENT):
             cause = "agreement of ranks" if event.purpose == Purpose.AGREEMENT else event.operation
             parts.setdefault((event.phase, cause, event.over, event.collective), []).append(event)
         head = ("phase", "cause", "over", "collective", "calls", "bytes", *["seconds"][: len(self.links)])
-        rows = [head]
+        rows: list[tuple[str | int | float, ...]] = [head]
         for part, events in parts.items():
-            counted = f"{len(events):,}", f"{sum(event.bytes for event in events):,}"
-            seconds = [f"{sum(map(self._seconds_of, events)):.3g}"] if self.links else []
-            rows.append((*part, *counted, *seconds))
+            seconds = [sum(map(self._seconds_of, events))] if self.links else []
+            rows.append((*part, len(events), sum(event.bytes for event in events), *seconds))
         return rows
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{dim}={size}" for dim, size in self.mesh.items())
-        kept = [("kept by a rank, at most", "bytes"), *((what, f"{size:,}") for what, size in self.memory.items())]
-        parts = [f"on {sizes}, each rank at most:", aligned(self.rows(), right=4), aligned(kept, right=1)]
+        sent = [[_text(cell) for cell in row] for row in self.rows()]
+        kept = [("kept by a rank, at most", "bytes"), *((what, _text(size)) for what, size in self.memory.items())]
+        parts = [f"on {sizes}, each rank at most:", aligned(sent, right=4), aligned(kept, right=1)]
         if self.links:
             parts.append(f"estimated seconds of all collectives, one after the other: {self.seconds:.3g}")
         return "\n\n".join(parts)
+
+
+def _text(cell: str | int | float) -> str:
+    return f"{cell:,}" if isinstance(cell, int) else f"{cell:.3g}" if isinstance(cell, float) else cell

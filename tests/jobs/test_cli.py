@@ -234,7 +234,7 @@ def test_wrong_environment_of_one_rank_ends_all():
     assert "Traceback" not in job.stderr and not job.stdout
 
 
-@pytest.mark.parametrize("command", ["info", "check", "bench", "conformance"])
+@pytest.mark.parametrize("command", ["info", "check", "bench", "rehearse", "conformance"])
 def test_help_explains_options_and_exit_status(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

@@ -239,6 +239,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("bench"),
             room("check"),
             room("info"),
+            room("rehearse"),
             room("conformance_options"),
             room("conformance"),
             room("judge"),

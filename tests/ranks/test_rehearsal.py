@@ -255,6 +255,6 @@ def test_table_has_phases_causes_and_dims():
     rows = pce.rehearse(lambda mesh: sharded(mesh, 8).full(), {"data": 4}).rows()
     assert rows[:2] == [
         ("phase", "cause", "over", "collective", "calls", "bytes"),
-        ("forward", "full", "data", "all_gather", "1", "16"),
+        ("forward", "full", "data", "all_gather", 1, 16),
     ]
     assert rows[2][1] == "agreement of ranks"

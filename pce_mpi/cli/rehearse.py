@@ -1,0 +1,65 @@
+"""rehearse: show what a program would send and keep on a mesh of any size, without ranks or data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+import runpy
+import sys
+from typing import TYPE_CHECKING, Any
+
+from pce_mpi.autograd.rehearsal import rehearse
+from pce_mpi.cli.arguments import link, mesh_sizes, words
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = """\
+A file has a function `program`, or another that is named, which takes a mesh and does what it does on a real one:
+
+  python -m pce_mpi rehearse examples/transformer.py --mesh data=512,model=8 --arguments "--width 4096 --heads 32"
+
+The table has, for the rank that puts in most, the calls and the bytes of each phase, cause and dim. A link for every
+dim, as `bench --collectives` measures it, adds estimated seconds. PCE_MPI_REPRODUCIBLE=1 rehearses that arithmetic.
+Exit status: 0; 2 if the program cannot be loaded, or raises ValueError or TypeError."""
+    parser.add_argument("program", metavar="FILE[:FUNCTION]", help="a file of Python, and the function in it")
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, required=True, metavar="DIM=N,...", help="dims and sizes, such as data=512,model=8"
+    )
+    parser.add_argument("--arguments", type=words, default=[], metavar="TEXT", help="the program's own command line")
+    parser.add_argument(
+        "--link",
+        type=link,
+        action="append",
+        default=[],
+        metavar="DIM=S,B",
+        help="for a dim, the seconds of a small collective and the bytes a second from a rank; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON rather than text")
+
+
+def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
+    """Print what the program would send and keep; return 2 if it cannot be rehearsed."""
+    path, _, name = options.program.rpartition(":") if ".py:" in options.program else (options.program, "", "program")
+    sys.argv = [path, *options.arguments]
+    sys.path.insert(0, str(Path(path).absolute().parent))  # as Python does for a file that it runs
+    try:
+        found = runpy.run_path(path).get(name)
+        if found is None:
+            raise ValueError(f"{path} has no function {name!r}: name one as in {path}:FUNCTION")
+        trace = rehearse(found, options.mesh, links=dict(options.link))
+    except (ImportError, OSError, SyntaxError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        head, *rows = trace.rows()
+        report: dict[str, Any] = {"mesh": trace.mesh, "memory": trace.memory, "seconds": trace.seconds}
+        report["sent"] = [dict(zip(head, row, strict=True)) for row in rows]
+        print(json.dumps(report, indent=1))
+    else:
+        print(trace)
+    return 0

@@ -1,0 +1,88 @@
+"""The command that rehearses a program: its table, its JSON, and what it says about wrong arguments."""
+
+import json
+from pathlib import Path
+import sys
+
+import pytest
+
+from jobs.launch import ROOT, launch
+from pce_mpi.cli import main
+
+PROGRAM = """
+import sys
+import numpy as np
+import pce_mpi as pce
+
+def program(mesh):
+    rows = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    x = pce.distribute(np.ones((rows, 4)), mesh, data=pce.Shard(0))
+    w = pce.distribute(np.ones((4, 2)), mesh, requires_grad=True)
+    pce.sum(x @ w).backward()
+    pce.SGD([w], lr=0.1).step()
+
+def stops(mesh):
+    pce.distribute(np.ones(1), mesh).item()
+"""
+COMMAND = ["-m", "pce_mpi", "rehearse"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "own.py"
+    file.write_text(PROGRAM)
+    return str(file)
+
+
+def test_rehearse_prints_table_and_memory(path):
+    job = launch(1, *COMMAND, path, "--mesh", "data=512", "--arguments", "4096", "--link", "data=1e-5,1e9")
+    lines = [line.split() for line in job.stdout.splitlines()]
+    assert ["step", "SGD", "data", "all_reduce", "1", "64", "1.01e-05"] in lines
+    assert ["parameters", "64"] in lines
+    assert "estimated seconds" in job.stdout
+
+
+def test_rehearse_prints_once_on_several_ranks(path):
+    job = launch(2, *COMMAND, path, "--mesh", "data=6", "--json")
+    report = json.loads(job.stdout)
+    assert report["mesh"] == {"data": 6}
+    step = {"phase": "step", "cause": "SGD", "over": "data", "collective": "all_reduce", "calls": 1, "bytes": 64}
+    assert step in report["sent"]
+    assert report["seconds"] is None
+
+
+def test_rehearse_takes_step_of_large_transformer():
+    sizes = "--width 4096 --layers 32 --heads 32 --length 2048 --batch 4096 --vocabulary 128000 --sequence-parallel"
+    example = str(ROOT / "examples" / "transformer.py")
+    job = launch(1, *COMMAND, example, "--mesh", "data=512,model=8", "--arguments", sizes, "--json")
+    report = json.loads(job.stdout)
+    layers = 32 * 12 * 4096**2 // 8  # of matrices, a shard
+    rest = 128_000 * (4096 + 1) // 8 + (2048 + 65) * 4096
+    assert report["memory"]["parameters"] == 4 * (layers + rest)
+    assert report["memory"]["optimizer state"] == 2 * report["memory"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["missing.py", "--mesh", "data=2"], "No such file"),
+        (["{}:missing", "--mesh", "data=2"], "has no function 'missing'"),
+        (["{}:stops", "--mesh", "data=2"], "rehearsed=0.0"),
+        (["{}", "--mesh", "model=2"], "the mesh has no dim 'data'"),
+        (["{}"], "required: --mesh"),
+        (["{}", "--mesh", "=2"], "such as data=512,model=8"),
+        (["{}", "--mesh", "data=2,data=2"], "such as data=512,model=8"),
+        (["{}", "--mesh", "data=0"], "from 1 up"),
+        (["{}", "--mesh", "data=2", "--link", "data=1"], "a number above 0"),
+        (["{}", "--mesh", "data=2", "--link", "1,1"], "such as data=5e-6,1e10"),
+        (["{}", "--mesh", "data=2", "--link", "model=1,1"], "for each of data"),
+        (["{}", "--mesh", "data=2", "--arguments", "'"], "words as for a shell"),
+    ],
+)
+def test_rehearse_explains_what_is_wrong(path, arguments, told, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        main(["rehearse", *(each.format(path) for each in arguments)])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
