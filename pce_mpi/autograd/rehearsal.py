@@ -95,8 +95,9 @@ def _run(program: Callable[[Mesh], object], sizes: dict[str, int], at: Coordinat
 
 
 def _checked_links(links: Mapping[str, tuple[float, float]], sizes: Mapping[str, int]) -> dict[str, Link]:
-    if not isinstance(links, Mapping) or (links and set(links) != set(sizes)):
-        raise ValueError(f"links must have a latency and a bandwidth for each of {', '.join(sizes)}, got {links!r}")
+    needed = [dim for dim, size in sizes.items() if size > 1]
+    if not isinstance(links, Mapping) or (links and not set(needed) <= set(links) <= set(sizes)):
+        raise ValueError(f"links must have a latency and a bandwidth for each of {', '.join(needed)}, got {links!r}")
     found = {}
     for dim, link in links.items():
         if not isinstance(link, tuple | list) or len(link) != 2:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
-from pce_mpi.cli.arguments import positive
+from pce_mpi.cli import links
+from pce_mpi.cli.arguments import mesh_sizes, positive
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_reduce
@@ -131,11 +132,21 @@ option of the loss is out of its range."""
     parser.add_argument(
         "--options", action="store_true", help="time each option by itself too, and the other functions of logits"
     )
+    parser.add_argument(
+        "--collectives",
+        action="store_true",
+        help="measure latency and bandwidth of collectives along each dim of --mesh instead, for `rehearse --link`",
+    )
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, metavar="DIM=N,...", help="with --collectives: dims, such as data=2,model=2"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     """Measure every size and show the results; return 1 if that fails, 2 if it cannot be measured as asked."""
+    if options.collectives:
+        return links.run(options, comm)
     given = {name: getattr(options, name) for name in (*_REAL, "weight")}
     chosen = {name: value for name, value in given.items() if value != getattr(Options, name)}
     try:

@@ -86,3 +86,23 @@ def test_rehearse_explains_what_is_wrong(path, arguments, told, capsys, monkeypa
         main(["rehearse", *(each.format(path) for each in arguments)])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "mesh", "dims"), [(3, [], ["ranks"]), (2, ["--mesh", "data=2,model=1"], ["data"])])
+def test_bench_measures_links_of_dims_with_several_ranks(ranks, mesh, dims):
+    job = launch(ranks, "-m", "pce_mpi", "bench", "--collectives", "--repeat=1", "--json", *mesh)
+    links = json.loads(job.stdout)["links"]
+    assert list(links) == dims
+    assert all(link["latency"] > 0 and link["bandwidth"] > 0 for link in links.values())
+
+
+def test_bench_prints_links_for_rehearse(path):
+    job = launch(2, "-m", "pce_mpi", "bench", "--collectives", "--repeat=1", "--mesh", "data=2")
+    words = job.stdout.splitlines()[-1].partition(": ")[2].split()
+    assert "estimated seconds" in launch(1, *COMMAND, path, "--mesh", "data=2", *words).stdout
+
+
+def test_bench_refuses_mesh_of_other_size():
+    job = launch(2, "-m", "pce_mpi", "bench", "--collectives", "--mesh", "data=3")
+    assert job.returncode == 2
+    assert job.stderr.count("has 3 ranks") == 1
