@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # Elements of 4 bytes from each rank: few, of which latency is all, and many.
-_FEW, _MANY = 16, 2**20
+_FEW, _MANY = 16, 2**22
 # A step has many collectives one after the other, so one of many is timed.
 _CALLS = 100
 

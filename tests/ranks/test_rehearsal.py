@@ -22,7 +22,7 @@ from ranks.test_random_programs import on_ranks, program_of, run
 pytestmark = pytest.mark.usefixtures("impatient")
 
 # For each number of dims, in turn on each mesh of the ranks that has them.
-PROGRAMS = 25
+PROGRAMS = 10
 ROWS, FEATURES, HIDDEN, CLASSES = 7, 6, 10, 11
 # Communicators may have been made before, and a rehearsal makes shards that end anywhere otherwise.
 BEFORE = ("Mesh.comm", "from_local")
