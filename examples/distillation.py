@@ -43,9 +43,8 @@ def renormalized(student, teacher, ids):
 
 
 def one_more_class(student, teacher, ids):
-    chosen = ids.full(rehearsed=np.tile(np.arange(CHOSEN), (ROWS, 1)))
-    others = np.concatenate([np.setdiff1d(np.arange(CLASSES), row) for row in chosen])
-    rest = others, np.arange(ROWS + 1) * (CLASSES - CHOSEN)  # 1 - sum_K q would cancel where the teacher is certain
+    others = [np.setdiff1d(np.arange(CLASSES), row) for row in ids.full(rehearsed=[range(CHOSEN)] * ROWS)]
+    rest = np.concatenate(others), np.arange(ROWS + 1) * (CLASSES - CHOSEN)  # 1 - sum_K q would cancel for a q near 1
     log_q, log_p = (pce.class_statistics(x, support=rest).logsumexp - pce.logsumexp(x, 1) for x in (teacher, student))
     return rest_mass_dropped(student, teacher, ids) + pce.mean(pce.exp(log_q) * (log_q - log_p))
 
@@ -72,8 +71,7 @@ if __name__ == "__main__":
     data = 2 - comm.size % 2
     mesh, alone = pce.Mesh(comm, data=data, classes=comm.size // data), pce.Mesh(MPI.COMM_SELF, data=1, classes=1)
     for loss_of in (all_classes, rest_mass_dropped, renormalized, one_more_class):
-        found = learn(mesh, loss_of)
-        compare(comm, found, learn(alone, loss_of), limit=1e-4)
+        compare(comm, found := learn(mesh, loss_of), learn(alone, loss_of), limit=1e-4)
         if comm.rank == 0:
             name, (first, *_, last) = loss_of.__name__.replace("_", " "), found["losses"]
             print(f"{name:<18} {first:.3f}, after {STEPS} steps {last:.3f}")
