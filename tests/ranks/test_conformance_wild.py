@@ -6,20 +6,27 @@ from typing import NamedTuple
 import pytest
 
 from candidates.wild import (
+    bmtrain,
     colossalai,
     insightface,
     liger,
     megatron,
+    mesh_transformer,
+    mindspeed,
     ms_swift,
     nanotron,
+    nemo,
     nemo_aligner,
     nemo_rl,
+    neuronx,
     pipegoose,
     rlinf,
+    torchtitan,
     transformer_engine,
     transformer_parallelisms,
+    trl,
+    unshifted,
     unsloth,
-    verl,
 )
 from candidates.wild.vocab_parallel import VocabParallel
 from pce_mpi.conformance.catalogue import cases
@@ -27,8 +34,9 @@ from pce_mpi.conformance.outcomes import Verdict
 from pce_mpi.conformance.running import run_case
 
 PROJECTS = [
-    *(colossalai, insightface, liger, megatron, ms_swift, nanotron, nemo_aligner, nemo_rl, pipegoose, rlinf),
-    *(transformer_engine, transformer_parallelisms, unsloth, verl),
+    *(bmtrain, colossalai, insightface, liger, megatron, mesh_transformer, mindspeed, ms_swift, nanotron, nemo),
+    *(nemo_aligner, nemo_rl, neuronx, pipegoose, rlinf, torchtitan, transformer_engine, transformer_parallelisms),
+    *(trl, unshifted, unsloth),
 ]
 
 
@@ -46,6 +54,9 @@ class Shipped(NamedTuple):
 
 LOCAL = "label smoothing is spread over the 8 local classes, with the factor K / (K - 1), not over all 24"
 LOG_OF_0 = "log p is the logarithm of an exponential that has become 0"
+NO_MAXIMUM = "z_loss lacks the maximum that the logits were shifted by"
+TIMES_0 = "a rank that does not have the target adds 0 times the logit of its first class: nan where that is -inf"
+UNSHIFTED = "the entropy is logsumexp less the mean logit: an offset that all logits share costs its digits"
 NOT_DIVIDED = "the softmax is never divided by its sum"
 SHIPPED = [
     Shipped(megatron.MegatronSmoothing, "label_smoothing/float32", f"the ranks' losses differ: {LOCAL}"),
@@ -111,20 +122,36 @@ SHIPPED = [
         "the mean counts the rows whose loss is not 0, and leaves out those that are predicted perfectly",
     ),
     Shipped(colossalai.ColossalAI, "ignored/inside", "ignored rows have a gradient of -1 at their target"),
-    Shipped(nanotron.NanotronZLoss, "z_loss/float32", "z_loss lacks the maximum that the logits were shifted by"),
+    Shipped(nanotron.NanotronZLoss, "z_loss/float32", NO_MAXIMUM),
     Shipped(liger.LigerGradient, "p-near-1/bfloat16", "1 is subtracted at the target after rounding to bfloat16"),
     Shipped(ms_swift.MsSwiftLogProb, "result-form/each-row", "only the shard that owns a row's target has a gradient"),
     Shipped(liger.LigerGradient, "inputs-unmodified", "logits were modified; where that is meant, declare it"),
     *(
         Shipped(candidate, "masked-classes/every-third", "0 times -inf gives nan: a class whose logit is -inf has")
-        for candidate in (verl.VerlEntropy, nemo_rl.NemoRLEntropy)
+        for candidate in (
+            *(unshifted.UnshiftedEntropy, unshifted.VerlEntropy, unshifted.ArealEntropy),
+            nemo_rl.NemoRLEntropy,
+        )
     ),
-    Shipped(verl.VerlEntropy, "offset/1e4/float32", "the entropy is logsumexp less the mean logit: an offset that all"),
-    Shipped(verl.VerlEntropy, "offset/1e3/float32", "the entropy is logsumexp less the mean logit: an offset that all"),
+    *(
+        Shipped(candidate, f"offset/{offset}/float32", UNSHIFTED)
+        for candidate in (unshifted.UnshiftedEntropy, unshifted.VerlEntropy, unshifted.ArealEntropy)
+        for offset in ("1e3", "1e4")
+    ),
+    *(
+        Shipped(candidate, "masked-classes/first-block", TIMES_0)
+        for candidate in (mindspeed.FirstClassTimes0, neuronx.NeuronxLoss, neuronx.NeuronxLogProb)
+    ),
     *(
         Shipped(candidate, case, words)
         for candidate, case, words in (
-            (verl.VerlEntropy, "dims/2-D", "the entropy is logsumexp less the mean logit"),
+            (unshifted.UnshiftedEntropy, "dims/2-D", UNSHIFTED),
+            (unshifted.VerlEntropy, "inputs-unmodified", "logits were modified"),
+            (nemo.NeMoSmoothing, "label_smoothing/float32", f"the ranks' losses differ: {LOCAL}"),
+            (neuronx.NeuronxLoss, "label_smoothing/float32", f"{LOCAL}; the gradient is wrong too"),
+            (mesh_transformer.MeshTransformerZLoss, "z_loss/float32", NO_MAXIMUM),
+            (bmtrain.BMTrainGradient, "p-near-1/bfloat16", "1 is subtracted at the target after rounding to bfloat16"),
+            (trl.TrlLogProb, "offset/1e4/float32", "logsumexp is rounded before a logit is subtracted"),
             (nemo_aligner.NeMoAlignerLogProb, "logits-of-1000/float32", LOG_OF_0),
             (
                 insightface.InsightFace,
@@ -180,13 +207,20 @@ def test_fault_of_option_passes_without_it(comm, candidate):
     assert [outcome.findings for outcome in outcomes if outcome.failed] == []
 
 
-@pytest.mark.sizes(2, 3)
-def test_common_ground_of_projects_conforms(comm):
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize(
+    ("candidate", "pattern"),
+    [
+        (VocabParallel, None),
+        (torchtitan.TorchtitanLoss, ["random-logits", "p-near-1", "offset", "masked-*", "ignored"]),
+    ],
+)
+def test_common_ground_of_projects_conforms(comm, candidate, pattern):
     """The faults are those of the projects, not of the steps that they share."""
-    candidate = VocabParallel()
-    outcomes = [run_case(candidate, case, comm) for case in cases(candidate)]
+    chosen = [case for case in cases(candidate(), pattern=pattern) if case.family != "many-rows"]
+    outcomes = [run_case(candidate(), case, comm) for case in chosen]
     failed = [(outcome.case, outcome.findings) for outcome in outcomes if outcome.verdict != Verdict.PASS]
-    assert failed == []
+    assert chosen and failed == []
 
 
 @pytest.mark.sizes(3)  # on one rank the two conventions are one
@@ -204,4 +238,4 @@ def test_every_shipped_loss_has_a_test():
         for value in vars(module).values()
         if isinstance(value, type) and value.__module__ == module.__name__
     }
-    assert defined == {each.candidate for each in SHIPPED}
+    assert defined == {each.candidate for each in SHIPPED} | {torchtitan.TorchtitanLoss}

@@ -49,11 +49,16 @@ def _faults(b: Textbook) -> Faults:
 
 
 def _masks(b: Textbook) -> Faults:
-    """optax; TransformerEngine, flash-attention."""
+    """optax; neuronx-distributed, MindSpeed, Fast-LLM; TransformerEngine, flash-attention."""
     zero_times = ((b.u == 0.0) & (b.nll == np.inf)).any(axis=-1)
     if zero_times.any():
         text = "0 times the logit -inf of another class gives nan, where it is due to give 0"
         yield text, all_ranks(b.but(lost=np.where(zero_times, np.nan, 0.0)))
+    starts = [(rank, start) for rank, (start, stop) in enumerate(pairwise(b.problem.splits)) if start < stop]
+    first = np.array([~b.owns(rank) & (b.z[:, start] == -np.inf) for rank, start in starts]).any(axis=0) & b.valid
+    if first.any() and b.problem.with_numbers and not np.array_equal(first, zero_times):
+        text = "a rank that does not have the target adds 0 times the logit of its first class: nan where that is -inf"
+        yield text, all_ranks(b.but(lost=np.where(first, np.nan, 0.0)))
     ranks, shards = b.problem.ranks, np.diff(b.problem.splits)
     masked = np.stack([(b.z[:, b.in_shard(rank)] == -np.inf).all(-1) for rank in range(ranks)])
     if masked[shards != 0].any():

@@ -20,6 +20,7 @@ class MegatronSmoothing(VocabParallel):
     """
 
     offer = replace(VocabParallel.offer, options=("ignore_index", "label_smoothing"), checks_targets=True)
+    overwrites = True
 
     def smoothing(self, s):
         return np.float32(s.label_smoothing * s.local / (s.local - 1)) if s.label_smoothing else np.float32(0.0)
@@ -27,7 +28,8 @@ class MegatronSmoothing(VocabParallel):
     def row_losses(self, s):
         more = self.smoothing(s)
         loss = (1 - more) * s.nll - more * np.log(s.p).mean(axis=-1) if more else s.nll
-        s.logits[...] = s.exp.reshape(s.logits.shape)
+        if self.overwrites:
+            s.logits[...] = s.exp.reshape(s.logits.shape)
         return loss
 
     def gradient(self, s):
