@@ -7,7 +7,7 @@ import sys
 from mpi4py import MPI
 from safetensors.numpy import save_file
 
-from candidates.wild import megatron, verl
+from candidates.wild import megatron, unshifted
 from candidates.wrong import numbers, options, probabilities, rows, special_values
 from pce_mpi.conformance import cases, offer_of, run_case
 from pce_mpi.conformance.fitting import problem_of
@@ -17,7 +17,7 @@ from pce_mpi.conformance.procedures import PROCEDURES, Trial
 # Each candidate with a case that shows its fault.
 FAULTS = [
     (megatron.MegatronSmoothing, "label_smoothing/float32"),
-    (verl.VerlEntropy, "offset/1e4/float32"),
+    (unshifted.UnshiftedEntropy, "offset/1e4/float32"),
     (options.SmoothingOverLocalClasses, "label_smoothing/float32"),
     (options.SmoothedSumNotReduced, "label_smoothing/float32"),
     (numbers.OneSubtractedAfterRounding, "p-near-1/bfloat16"),
