@@ -225,14 +225,15 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     "top_k": lambda at: {"logits": at.logits, "k": 2, "axis": -1, **plain(at)},
     "trace": lambda at: {"fingerprints": False},
     "transpose": lambda at: {"/x": at.x(), "axes": (1, 0)},
+    "rehearse": lambda at: {"/program": lambda mesh: None, "/mesh": {"data": 2}, "links": {"data": (1e-6, 1e9)}},
     "where": lambda at: {"/condition": at.x() > 2, "/x": at.x(), "/y": 1.0},
 }
 # They take no arguments or any, are made by the package alone, or have tables of their own.
 LEFT_OUT = {
     *("ChosenResiduals", "ClassStatistics", "CollectiveError", "CollectiveTimeout", "Colwise", "DistArray"),
     *("DivergenceResiduals", "get_include", "Inference"),
-    *("LinearGradients", "LinearStatisticsResiduals", "LinearValueAndGrad", "Nucleus", "Replicate"),
-    *("Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
+    *("LinearGradients", "LinearStatisticsResiduals", "LinearValueAndGrad", "Nucleus", "Rehearsal"),
+    *("Replicate", "Replicated", "Residuals", "Rowwise", "Rule", "SequenceParallel"),
     *("StatisticsResiduals", "Trace", "VocabParallel", "named_scope", "no_grad", "reproducible", "dense", "load"),
     *("save", "SGD", "AdamW", "clip_grad_norm"),
 }
