@@ -163,7 +163,7 @@ def _statistics_match(seed: int, comm: MPI.Intracomm | None) -> bool:
     (case,) = cases(pattern=_PLAIN)
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     whole = problem_of(case, Offer(), size, seed=seed)
-    got = class_statistics(whole.shard(rank).logits, whole.targets, comm=comm)._asdict()
+    got = class_statistics(whole.shard(rank).arrays["logits"], whole.targets, comm=comm)._asdict()
     return all(
         np.all(np.abs(got[name] - exact) <= allowed(_TOLERANCE, "float32") * ulp(exact, "float32"))
         for name, exact in dense.class_statistics(whole.logits, whole.targets)._asdict().items()

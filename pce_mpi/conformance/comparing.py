@@ -29,7 +29,7 @@ def errors_in(got: Array, exact: Array, unit: Array) -> Array:
     return np.where(special, np.where(same, 0.0, np.inf), error)
 
 
-class _Compared:
+class Compared:
     """Numbers beside the exact ones, with their errors in `_units` and what is allowed of each; all of one shape.
 
     `_quantities` are judged apart: a name, and a mask of the numbers that have it.
@@ -43,6 +43,7 @@ class _Compared:
     _unit: Array
     _errors: Array
     _allowed: Array
+    _plain: Array | None = None  # the numbers of plain products, where logits are products
 
     def _where(self, place: tuple[int, ...]) -> str:
         raise NotImplementedError
@@ -56,6 +57,7 @@ class _Compared:
         """Return the worst error of each quantity."""
         with np.errstate(all="ignore"):
             best = errors_in(self._exact.astype(dtype_named(self._dtype)), self._exact, self._unit)
+        plain = None if self._plain is None else errors_in(self._plain, self._exact, self._unit)
         return [
             Accuracy(
                 quantity=quantity,
@@ -64,6 +66,7 @@ class _Compared:
                 best=float(best[where].max(initial=0.0)),
                 allowed=float(self._allowed[worst]),
                 where=self._where(worst),
+                plain=None if plain is None else float(plain[where].max(initial=0.0)),
             )
             for quantity, where in self._quantities
             if where.any()
@@ -89,7 +92,7 @@ class _Compared:
         return Finding("not finite" if math.isfinite(exact) else quantity, numbers)
 
 
-class Losses(_Compared):
+class Losses(Compared):
     """Compares the losses of all ranks with the exact one; `wrong` is (ranks, *shape of the loss)."""
 
     def __init__(self, problem: Problem, losses: Sequence[Array], tolerance: Tolerance) -> None:
@@ -111,6 +114,8 @@ class Losses(_Compared):
             self._errors[np.isnan(self._got) & forgiven] = 0.0
         shape = self._errors.shape
         self._exact, self._unit, self._allowed = (np.broadcast_to(each, shape) for each in (exact, units.loss, limit))
+        if problem.operands is not None and not problem.operands.with_identity:
+            self._plain = np.broadcast_to(problem.with_plain_product.expected[0], shape)
         self._quantities = [(self._name, np.ones(shape, np.bool_))]
         self.wrong = self._errors > self._allowed
 
@@ -142,7 +147,7 @@ def _bits(array: Array) -> bytes:
     return np.where(np.isnan(array.astype(np.float64)), np.asarray(np.nan, array.dtype), array).tobytes()
 
 
-class Gradients(_Compared):
+class Gradients(Compared):
     """Compares the concatenated gradient of all shards with the exact one.
 
     `array` and `wrong` are shaped as the logits. Gathered logits have a gradient on each rank: the worst is compared.

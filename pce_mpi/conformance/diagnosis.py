@@ -81,10 +81,11 @@ def _another_kind(problem: Problem, declared: Kind, quantities: Sequence[_Quanti
     """Return what to declare if these are the right numbers of another kind of candidate."""
     if not problem.with_numbers or not any(each.distance(each.truth) > each.close for each in quantities):
         return None
+    arrays = tuple(name for name in declared.arrays if name != "targets")
     for kind in KINDS.values():
         if kind.negates is declared or declared.negates is kind:
             numbers, gradient = (-each for each in problem.expected)
-        elif kind is not declared and problem.reduction == "none" and not problem.options and len(kind.arrays) < 2:
+        elif kind is not declared and problem.reduction == "none" and not problem.options and kind.arrays == arrays:
             numbers, gradient = replace(problem, kind=kind).expected
         else:
             continue

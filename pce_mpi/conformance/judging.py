@@ -19,14 +19,20 @@ the exact value rounded, in the same ulps.
 An answer must be nan or infinite if the exact value is; a row whose exact gradient has nan must have one. In rows that
 `Problem.may_be_nan` selects, nan is right unless the judge is strict.
 
+Logits that are a product hidden @ w + bias are exact. Their rounding is allowed for: the floor is an ulp of the row's
+largest sum of magnitudes, and a strict judge keeps it. Errors of dhidden, dw and dbias are in ulps of the largest exact
+entry of their row; allowed besides are the errors that pass in the gradient of the logits, multiplied and added up as
+independent ones are, and the same number of ulps of the sum of the magnitudes. Beside each error stands that of a plain
+product in the dtype of the arithmetic.
+
 For a candidate of `same_bits`, the loss of every rank and the gradient of all shards must also equal what it gives for
 the whole problem on one rank: the same dtype and the same bits, 0 and -0 told apart, with one nan for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 import math
 from typing import Any, NamedTuple
 
@@ -38,6 +44,7 @@ from pce_mpi.conformance.comparing import Gradients, Losses
 from pce_mpi.conformance.diagnosis import explain
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, together
 from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.products import of_products
 from pce_mpi.conformance.units import Tolerance
 
 Array = np.ndarray[Any, Any]
@@ -45,10 +52,24 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """The results of one rank, as NumPy arrays; no `dlogits` if only the loss was requested."""
+    """The results of one rank, as NumPy arrays; no `dlogits` if only the loss was requested.
+
+    `products` are the gradients of the factors of logits, by name.
+    """
 
     loss: Array
     dlogits: Array | None = None
+    products: Mapping[str, Array] = field(default_factory=dict)
+
+
+def answered(problem: Problem, loss: Array, gradients: Mapping[str, Array]) -> Answer:
+    """Return the answer that has these gradients by name; dw has the gradient of logits that are w."""
+    if problem.operands is None:
+        return Answer(loss, gradients.get("dlogits"))
+    if not gradients or not problem.operands.with_identity:
+        return Answer(loss, products=gradients)
+    dw = gradients["dw"]
+    return Answer(loss, dw[::-1].reshape(*problem.rows_shape, dw.shape[-1]), {"dhidden": gradients["dhidden"]})
 
 
 class Judgement(NamedTuple):
@@ -75,6 +96,7 @@ def judge(
     shards = [answer.dlogits for answer in answers if answer.dlogits is not None]
     gradients = Gradients(problem, shards, tolerance) if shards else None
     differing, wrong = losses.differing(), losses.findings() + (gradients.findings() if gradients else [])
+    products = of_products(problem, [answer.products for answer in answers], tolerance)
     if wrong:
         # Gathered logits have a gradient on each rank, which no model of a fault has.
         whole = None if problem.gathered else gradients
@@ -95,8 +117,8 @@ def judge(
         ]
         bits = other_bits(problem, [each.loss for each in given], parts, on_one_rank.loss, on_one_rank.dlogits)
     return Judgement(
-        findings=differing + wrong + bits,
-        accuracies=losses.accuracies() + (gradients.accuracies() if gradients else []),
+        findings=differing + wrong + [found for each in products for found in each.findings()] + bits,
+        accuracies=[found for each in (losses, gradients, *products) if each for found in each.accuracies()],
         picture=gradients.picture() if gradients and gradients.wrong.any() else None,
         form=form,
     )
@@ -126,5 +148,5 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
             if not any(fatal):
                 with np.errstate(over="ignore"):
                     given[which] = got.reshape(shape).astype(problem.dtype if which == "gradient" else got.dtype)
-        comparable.append(Answer(given["loss"], given["gradient"]))  # type: ignore[arg-type]  # a loss is never None
+        comparable.append(Answer(given["loss"], given["gradient"], answer.products))  # type: ignore[arg-type]  # a loss is never None
     return comparable, together(fatal), together(form)

@@ -20,6 +20,7 @@ from pce_mpi.conformance.terms import (
     OPTIONS,
     REDUCTIONS,
     Arrays,
+    DHidden,
     Direction,
     Gradient,
     Rest,
@@ -40,13 +41,15 @@ class Offer:
     kind : str
         "loss"; "log_prob", the log-probability of each row's target; "entropy", that of each row's softmax; "kl", the
         divergence of a student's softmax and a teacher's; "topk_kl", that over the teacher's largest `top_k` classes of
-        all shards; or "step", the loss of a micro-batch, of which a trainer combines the gradients. "log_prob",
-        "entropy" and "step" have the reduction "none" alone.
+        all shards; or "step", the loss of a micro-batch, of which a trainer combines the gradients. "linear",
+        "linear_log_prob" and "linear_entropy" are the first three of logits hidden @ w. Losses and divergences have
+        reductions, all others "none" alone.
     dtypes : tuple of str
         The dtypes of the logits: "float16", "bfloat16", "float32", "float64".
     options : tuple of str
         The keywords that it takes: "weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap"; of
-        a divergence "temperature" alone; of log-probabilities and entropies "support".
+        a divergence "temperature" alone; of log-probabilities and entropies "support"; of hidden @ w "temperature" and
+        "bias".
     reductions : tuple of str
         The reductions of the losses per row: "mean", "sum", "none".
     ignore_index : int, optional
@@ -62,6 +65,9 @@ class Offer:
         Of the classes beyond the `top_k`: their terms are "dropped", with the probabilities of a softmax over all
         classes; the probabilities of the others are "renormalized" to a sum of 1; or they are a "bucket", one class
         more.
+    dhidden : str
+        Of logits hidden @ w: the gradient of hidden is "summed" over the classes of all shards, the same on every rank;
+        or "partial", of each rank's own classes, and the caller sums it.
     probabilities : bool
         It takes floating-point targets, shaped and sharded as the logits.
     class_numbers : bool
@@ -117,6 +123,7 @@ class Offer:
     direction: Direction = "forward"
     temperature_squared: bool = False
     rest: Rest = "dropped"
+    dhidden: DHidden = "summed"
     probabilities: bool = False
     class_numbers: bool = True
     normalized: bool = False
@@ -153,6 +160,7 @@ class Offer:
         _one("smoothing", self.smoothing, get_args(Smoothing))
         _one("direction", self.direction, get_args(Direction))
         _one("rest", self.rest, get_args(Rest))
+        _one("dhidden", self.dhidden, get_args(DHidden))
         for name in ("dtypes", "reductions", "dims"):
             if not getattr(self, name):
                 raise ValueError(f"{name} of an offer must not be empty")
@@ -196,6 +204,11 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     `kind="entropy"` the entropy of each row's softmax, and that is called without targets. One of `kind="kl"` gets this
     rank's shard of a teacher's logits in place of targets, and its gradient is that of the student's logits; one of
     `kind="topk_kl"` gets the keyword `top_k` besides.
+
+    A candidate of `kind="linear"` gets `hidden`, of shape (..., features) and the same on every rank, and this rank's
+    columns of `w`, (features, local classes), in place of the logits. It returns (loss, dhidden, dw), or its function
+    of the upstream gradient returns (dhidden, dw). With the option `bias`, dbias follows. `kind="linear_log_prob"` and,
+    without targets, `kind="linear_entropy"` are called alike.
 
     The option `support` is `(ids, offsets)`, the same on every rank: row r is over the classes
     `ids[offsets[r]:offsets[r + 1]]` alone, global numbers in any order, the target among them.

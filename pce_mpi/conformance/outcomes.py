@@ -14,13 +14,13 @@ import re
 from pce_mpi.comm.rank_texts import ranks_text
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import PRODUCTS, Problem
 from pce_mpi.conformance.texts import bounded
 
 # The words of `comparing` for a wrong number; `judging` puts them in brackets after a known cause.
 _RESULT = "|".join(kind.noun for kind in KINDS.values())
 _SEEN = re.compile(
-    rf"\b(({_RESULT}|gradient|gradient at targets) is \S+ where \S+ is right"
+    rf"\b(({_RESULT}|gradient|gradient at targets|{'|'.join(PRODUCTS)}) is \S+ where \S+ is right"
     r"|the gradient of row .* is finite where nan is"
     r"|(?<=differ from one rank's \()\w"
     rf"|the ({_RESULT}) (in row .* )?(is|has dtype) \S+ on rank \d+ and).*"
@@ -63,12 +63,13 @@ class Verdict(StrEnum):
 class Accuracy:
     """The worst error of one quantity of one case.
 
-    quantity  "loss" (or "log-probability", "entropy"), "gradient" or "gradient at targets"
+    quantity  "loss" (or "log-probability", "entropy"), "gradient", "gradient at targets", "dhidden", "dw" or "dbias"
     dtype     the dtype of the ulps
     error     the error of the candidate; infinite if it is nan, infinite or finite and should not be
     best      the largest error of the exact values, rounded to the candidate's dtype
     allowed   the largest error that passes
     where     the place of `error`: "row 3, class 17 (rank 2)"
+    plain     where logits are products, the largest error that plain ones give, in the dtype of the arithmetic
     """
 
     quantity: str
@@ -77,6 +78,7 @@ class Accuracy:
     best: float
     allowed: float
     where: str
+    plain: float | None = None
 
 
 @dataclass

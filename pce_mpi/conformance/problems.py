@@ -15,13 +15,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating
+from pce_mpi.arrays import compute_dtype_of, is_floating
 
 Array = np.ndarray[Any, Any]
 
 # The memory of a shard of the logits: C order; Fortran order; every second element of a wider array, in rows and in
 # classes; the first columns of a wider array, whose other columns nobody may read; one element with strides of 0.
 Memory = Literal["C", "F", "strided", "padded", "expanded"]
+
+
+# The gradients of the factors of logits.
+PRODUCTS = ("dhidden", "dw", "dbias")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +38,15 @@ class Kind:
     faults               of a textbook: what projects have shipped, as in `faults`
     told                 what to declare where the numbers of another kind turn out to be these
     options, reductions  those that it may take
-    arrays               the names of what it is called with: this rank's logits; and targets, or a teacher's, or none
+    arrays               the names of what it is called with: this rank's logits, or their factors; and targets, or a
+                         teacher's logits, or none
     facts                the keywords that it is always called with, beside `comm`
     negates              the kind whose numbers are the negatives of these, and whose faults are known
     tell                 of a textbook, "loss" or "gradient", and numbers: an exact test that no other kind has
     fitted               makes the problem of a case for all kinds one for this kind
     shared_cases         whether cases for all kinds are its cases too: classes are sharded, not rows
     cases                those for this kind alone
+    without              names or patterns of other cases that make no sense for it
     catches              what a family of cases catches, where that of a loss is something else
     """
 
@@ -59,6 +65,7 @@ class Kind:
     fitted: Callable[[Problem, int], Problem] = lambda problem, seed: problem
     shared_cases: bool = True
     cases: Any = None  # `declaring.Cases`, as those are made of problems
+    without: tuple[str, ...] = ()
     catches: Mapping[str, str] = field(default_factory=dict)
 
     def said(self, family: str, catches: str) -> str:
@@ -75,11 +82,26 @@ class Kind:
 class Shard:
     """The arguments of one rank, as NumPy arrays of its own; `options` includes `weight`, `reduction` and `axis`."""
 
-    logits: Array
-    targets: Array
+    arrays: dict[str, Array]
     class_start: int
     num_classes: int
     options: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """The factors of logits that are a product, in the candidate's dtype.
+
+    hidden         (rows, features)
+    w              (features, classes), all of them
+    bias           (classes,), if there is one
+    with_identity  hidden is the identity with its rows reversed: w has the logits, and dw has their gradient
+    """
+
+    hidden: Array
+    w: Array
+    bias: Array | None = None
+    with_identity: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +127,7 @@ class Problem:
                                  unless the judge is strict, in the gradient, and in the loss if the row counts. None:
                                  nowhere
     over_all                     the problem with a support that this one has by logits of -inf
+    operands                     the factors that a candidate gets in place of the logits, which are exact then, float64
     """
 
     logits: Array
@@ -123,11 +146,12 @@ class Problem:
     copies: int = 1
     may_be_nan: Array | None = None
     over_all: Problem | None = None
+    operands: Operands | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of the logits."""
-        return self.logits.dtype
+        """The dtype of the logits, or of their factors."""
+        return self.logits.dtype if self.operands is None else self.operands.w.dtype
 
     @property
     def ranks(self) -> int:
@@ -173,7 +197,10 @@ class Problem:
 
     @property
     def exact_options(self) -> dict[str, Any]:
-        """The options for `dense`, which smooths over all classes."""
+        """The options for `dense`, which smooths over all classes, and has a scale for a temperature."""
+        if "temperature" in self.options:
+            options = {name: value for name, value in self.options.items() if name != "temperature"}
+            return replace(self, options=options | {"logit_scale": 1.0 / self.options["temperature"]}).exact_options
         if self.conventions.get("smoothing") != "others" or "label_smoothing" not in self.options or self.classes < 2:
             return self.options
         more = self.classes / (self.classes - 1)
@@ -203,6 +230,30 @@ class Problem:
     def expected(self) -> tuple[Array, Array]:
         """The exact loss and, for `dloss`, the gradient of the logits; float64, all classes."""
         return self.kind.exact(self)
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of the gradients that are due."""
+        if self.operands is None:
+            return ("dlogits",)
+        return PRODUCTS[:2] if self.operands.bias is None else PRODUCTS
+
+    @property
+    def largest_sums(self) -> Array:
+        """The largest sum of magnitudes in the products of a row, (rows,), as roundings follow it; 0 for exact ones."""
+        if self.operands is None or self.operands.with_identity:
+            return np.zeros(self.rows)
+        hidden, w, bias = _wide(self.operands, np.dtype(np.float64))
+        return np.asarray(
+            (np.abs(hidden) @ np.abs(w) + np.where(np.isfinite(bias), np.abs(bias), 0.0)).max(axis=-1, initial=0.0)
+        )
+
+    @cached_property
+    def with_plain_product(self) -> Problem:
+        """The problem with the logits of a plain product in the dtype of the arithmetic."""
+        assert self.operands is not None
+        hidden, w, bias = _wide(self.operands, compute_dtype_of(self.dtype))
+        return replace(self, logits=(hidden @ w + bias).astype(np.float64).reshape(self.logits.shape))
 
     def rank_of(self, number: int) -> int:
         """Return the rank whose shard has a class."""
@@ -234,12 +285,21 @@ class Problem:
         """Return the arguments of a rank, as copies: a candidate may write to them."""
         start, stop = self.splits[rank : rank + 2]
         options = dict(self.options)
-        if "weight" in options:
-            options["weight"] = options["weight"][slice(None) if self.gathered else slice(start, stop)].copy()
+        if self.operands is not None and self.operands.bias is not None:
+            options["bias"] = self.operands.bias
+        for name in {"weight", "bias"} & options.keys():
+            options[name] = options[name][slice(None) if self.gathered else slice(start, stop)].copy()
         targets = self.part(self.targets, rank) if self.with_probabilities else self.targets
+        if self.operands is None:
+            arrays = {"logits": stored(self.repeated(self.part(self.logits, rank)), self.memory, self.axis)}
+        else:
+            hidden = self.operands.hidden.reshape(*self.rows_shape, -1 if self.rows else self.operands.w.shape[0])
+            arrays = {"hidden": hidden.copy(), "w": stored(self.part(self.operands.w, rank), self.memory)}
+        if len(self.kind.arrays) > len(arrays):
+            memory = "C" if self.with_probabilities else self.target_memory
+            arrays[self.kind.arrays[-1]] = stored(self.repeated(targets), memory)
         return Shard(
-            logits=stored(self.repeated(self.part(self.logits, rank)), self.memory, self.axis),
-            targets=stored(self.repeated(targets), "C" if self.with_probabilities else self.target_memory),
+            arrays=arrays,
             class_start=start,
             num_classes=self.classes,
             options=options | {"reduction": self.reduction, "axis": self.axis},
@@ -252,6 +312,12 @@ def row_name(shape: tuple[int, ...], row: int) -> str:
         return f"row {row}"
     index = ", ".join(str(int(i)) for i in np.unravel_index(row, shape)) if shape else ""
     return f"row ({index})"
+
+
+def _wide(operands: Operands, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
+    """Return the factors in a dtype, with a bias of 0 where there is none."""
+    bias = np.zeros(operands.w.shape[1]) if operands.bias is None else operands.bias
+    return operands.hidden.astype(dtype), operands.w.astype(dtype), bias.astype(dtype)
 
 
 def stored(array: Array, memory: Memory, axis: int = -1) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,12 @@ import numpy as np
 from pce_mpi.arrays import as_array, library_named, to_host
 from pce_mpi.conformance.bits import difference
 from pce_mpi.conformance.cases import grid
-from pce_mpi.conformance.judging import Answer
+from pce_mpi.conformance.judging import Answer, answered
 from pce_mpi.conformance.kinds.step_problem import Step
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Finding
 from pce_mpi.conformance.problems import Problem, stored
-from pce_mpi.conformance.results import BadResult, array_of, results_of
+from pce_mpi.conformance.results import BadResult, gradients_of, results_of
 from pce_mpi.memory import shares_memory
 
 if TYPE_CHECKING:
@@ -87,23 +87,21 @@ class _Call:
         options = dict(shard.options)
         if len(self._offer.reductions) < 2:
             del options["reduction"]
-        if not self._offer.any_axis or options["axis"] in (-1, shard.logits.ndim - 1):
+        if not self._offer.any_axis or options["axis"] in (-1, problem.logits.ndim - 1):
             del options["axis"]
         if "ignore_index" not in self._offer.options:
             options.pop("ignore_index", None)
-        if "weight" in options:
-            options["weight"] = self._hand("weight", options["weight"])
+        for name in {"weight", "bias"} & options.keys():
+            options[name] = self._hand(name, options[name])
         if "support" in options:
             options["support"] = tuple(
                 map(self._hand, ("the support's ids", "the support's offsets"), options["support"])
             )
-        self._arrays = [self._hand("logits", shard.logits)]
-        if len(problem.kind.arrays) > 1:
-            self._arrays.append(self._hand(problem.kind.arrays[1], shard.targets))
+        self._arrays = {name: self._hand(name, array) for name, array in shard.arrays.items()}
         facts = {"class_start": shard.class_start, "num_classes": shard.num_classes}
         self._options = {name: fact for name, fact in facts.items() if name in problem.kind.facts} | options
         self.loss: Any = None
-        self.gradient: Any = None
+        self.gradients: Mapping[str, Any] = {}
         self._backward: Callable[[Any], Any] | None = None
 
     def _hand(self, name: str, array: Array) -> Any:
@@ -114,8 +112,12 @@ class _Call:
 
     def run(self, comm: MPI.Intracomm | None, **more: Any) -> None:
         """Call the candidate."""
-        returned = self._trial.candidate(*self._arrays, comm=comm, **self._options, **more)
-        self.loss, self.gradient, self._backward = results_of(returned, self._offer, self._problem, self._arrays[0])
+        returned = self._trial.candidate(*self._arrays.values(), comm=comm, **self._options, **more)
+        self.loss, self.gradients, self._backward = results_of(returned, self._offer, self._problem, self._given)
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        return self._options | self._arrays
 
     def backward(self, dloss: Array | None = None) -> None:
         """Call the backward function, if there is one, with the upstream gradient of the problem unless given."""
@@ -128,11 +130,13 @@ class _Call:
         if dloss.size == self.loss.size and problem.copies == 1:
             dloss = dloss.reshape(self.loss.shape)
         dloss = stored(problem.repeated(dloss), problem.dloss_memory)
-        self.gradient = array_of(self._backward(self._hand("the upstream gradient", dloss)), "the gradient")
+        returned = self._backward(self._hand("the upstream gradient", dloss))
+        self.gradients = gradients_of(returned, problem, self._given)
 
     def answer(self) -> Answer:
         """Return copies of the results so far."""
-        return Answer(to_host(self.loss).copy(), None if self.gradient is None else to_host(self.gradient).copy())
+        gradients = {name: to_host(each).copy() for name, each in self.gradients.items()}
+        return answered(self._problem, to_host(self.loss).copy(), gradients)
 
     def compare(self, saved: Answer) -> None:
         """Report results that another call has changed since they were saved."""
@@ -141,6 +145,7 @@ class _Call:
 
     def check(self) -> None:
         """Report arguments that have changed, and results that share memory with another array."""
+        results = {"the gradient" if name == "dlogits" else name: each for name, each in self.gradients.items()}
         free = set() if self._trial.watches_logits and not self._offer.overwrites_logits else {"logits"}
         for name, watched in self._watched.items():
             declared = f"; where that is meant, declare it: {_OVERWRITES}" * (name == "logits")
@@ -149,11 +154,12 @@ class _Call:
                 self._trial.find("inputs modified", f"{name} {were} modified{declared}")
             if watched.changed_beside():
                 self._trial.find("inputs modified", f"memory between or beside the elements of {name} was modified")
-            for result, array in (("the loss", self.loss), ("the gradient", self.gradient)):
-                if array is not None and name not in free and shares_memory(array, watched.handed):
+            for result, array in {"the loss": self.loss, **results}.items():
+                if name not in free and shares_memory(array, watched.handed):
                     self._trial.find("aliasing", f"{result} shares memory with {name}{declared}")
-        if self.gradient is not None and shares_memory(self.loss, self.gradient):
-            self._trial.find("aliasing", "the loss shares memory with the gradient")
+        for result, array in results.items():
+            if shares_memory(self.loss, array):
+                self._trial.find("aliasing", f"the loss shares memory with {result}")
 
 
 class _Watched:
@@ -203,9 +209,10 @@ def _plain(trial: Trial) -> None:
 
 def _backward_twice(trial: Trial) -> None:
     call = trial.call()
-    first, before = call.gradient, call.answer()
+    first, before = call.gradients, call.answer()
     call.backward()
-    if any(_differing(before, Answer(before.loss, to_host(first)))):
+    kept = answered(trial.problem(0), before.loss, {name: to_host(each) for name, each in first.items()})
+    if any(_differing(before, kept)):
         trial.find("overwritten", "the second backward pass changed the gradient that the first one had returned")
     trial.judge(before, name="first backward pass")
     trial.judge(call.answer(), name="second backward pass")
@@ -280,8 +287,8 @@ def _several_targets(trial: Trial) -> None:
 def _copies(trial: Trial) -> None:
     """Judge the least and the greatest number that the copies of each row gave."""
     call, problem = trial.call(), trial.problem(0)
-    given = call.loss, call.gradient
-    loss, *gradient = (to_host(each).reshape(problem.copies, -1, *each.shape[1:]) for each in given if each is not None)
+    given = call.loss, *call.gradients.values()
+    loss, *gradient = (to_host(each).reshape(problem.copies, -1, *each.shape[1:]) for each in given)
     for name, one in (("the least of all copies", np.min), ("the greatest of all copies", np.max)):
         trial.judge(Answer(one(loss, axis=0), *(one(each, axis=0) for each in gradient)), name=name)
 
@@ -324,6 +331,8 @@ PROCEDURES: dict[str, Callable[[Trial], None]] = {
 
 def _differing(first: Answer, second: Answer) -> Iterator[tuple[str, Array, Array]]:
     """Yield the results, by name, whose bits are not the same in both."""
-    for what, a, b in (("loss", first.loss, second.loss), ("gradient", first.dlogits, second.dlogits)):
+    before, after = ({"loss": each.loss, "gradient": each.dlogits, **each.products} for each in (first, second))
+    for what, a in before.items():
+        b = after[what]
         if a is not None and b is not None and (a.shape, a.dtype, a.tobytes()) != (b.shape, b.dtype, b.tobytes()):
             yield what, a, b

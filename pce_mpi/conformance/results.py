@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pce_mpi.arrays import as_array
@@ -10,11 +11,6 @@ from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.terms import Gradient
 
-_DUE = {
-    Gradient.NONE: "the loss alone",
-    Gradient.VALUE: "(loss, dlogits)",
-    Gradient.BACKWARD: "(loss, backward)",
-}
 _MEANT = "where that is meant, declare it: "
 _TWO = (
     'where they are log-probabilities and entropies, write a function for each: @offers(kind="log_prob") for one that '
@@ -27,16 +23,18 @@ class BadResult(Exception):
 
 
 class Results(NamedTuple):
-    """The loss, and beside it what the offer says: nothing, the gradient, or a function that returns it."""
+    """The loss, and beside it what the offer says: nothing, the gradients by name, or a function that returns them."""
 
     loss: Any
-    gradient: Any = None
+    gradients: Mapping[str, Any] = MappingProxyType({})
     backward: Callable[[Any], Any] | None = None
 
 
-def results_of(returned: Any, offer: Offer, problem: Problem, logits: Any) -> Results:
-    """Take apart what a candidate returned for a shard of the logits; raise `BadResult` if it is not what is due."""
-    form, due = _form(returned, logits), _DUE[offer.gradient]
+def results_of(returned: Any, offer: Offer, problem: Problem, given: Mapping[str, Any]) -> Results:
+    """Take apart what a candidate returned for these arrays; raise `BadResult` if it is not what is due."""
+    form, names = _form(returned, problem, given), ", ".join(problem.gradients)
+    count = len(problem.gradients)
+    due = {Gradient.NONE: "the loss alone", Gradient.VALUE: f"(loss, {names})"}.get(offer.gradient, "(loss, backward)")
     if form is not None and form is not offer.gradient:
         raise BadResult(f'{due} is due, got {described(returned)}; {_MEANT}@offers(gradient="{form}")')
     pair = isinstance(returned, tuple | list) and len(returned) == 2
@@ -44,10 +42,11 @@ def results_of(returned: Any, offer: Offer, problem: Problem, logits: Any) -> Re
         raise BadResult(f"{due} is due, got {described(returned)} of one shape; {_TWO}")
     if offer.gradient is Gradient.NONE:
         results = Results(array_of(returned, "the loss"))
-    elif not pair:
+    elif offer.gradient is Gradient.VALUE and isinstance(returned, tuple | list) and len(returned) == 1 + count:
+        parts = returned[1] if count == 1 else returned[1:]
+        results = Results(array_of(returned[0], "the loss"), gradients_of(parts, problem, given))
+    elif not pair or offer.gradient is Gradient.VALUE:
         raise BadResult(f"{due} is due, got {described(returned)}")
-    elif offer.gradient is Gradient.VALUE:
-        results = Results(array_of(returned[0], "the loss"), gradient=array_of(returned[1], "the gradient"))
     elif callable(returned[1]):
         results = Results(array_of(returned[0], "the loss"), backward=returned[1])
     else:
@@ -55,6 +54,21 @@ def results_of(returned: Any, offer: Offer, problem: Problem, logits: Any) -> Re
     if len(problem.kind.reductions) > 1 == len(offer.reductions):
         _check_reduction(problem, tuple(results.loss.shape))
     return results
+
+
+def gradients_of(returned: Any, problem: Problem, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Take apart the gradients, in the order of `Problem.gradients`; raise `BadResult` if they are not what is due."""
+    names = problem.gradients
+    if len(names) == 1:
+        return {names[0]: array_of(returned, "the gradient")}
+    if not isinstance(returned, tuple | list) or len(returned) != len(names):
+        raise BadResult(f"({', '.join(names)}) is due, got {described(returned)}")
+    gradients = {name: array_of(each, name) for name, each in zip(names, returned, strict=True)}
+    for name, each in gradients.items():
+        shape, due = tuple(each.shape), tuple(given[name[1:]].shape)
+        if shape != due:
+            raise BadResult(f"{name} has shape {shape}, where that of {name[1:]} is due, {due}")
+    return gradients
 
 
 def array_of(value: Any, what: str) -> Any:
@@ -77,17 +91,19 @@ def described(value: Any) -> str:
     return type(value).__name__
 
 
-def _form(returned: Any, logits: Any) -> Gradient | None:
+def _form(returned: Any, problem: Problem, given: Mapping[str, Any]) -> Gradient | None:
     """Return what an offer has to say for these results; None if nothing does."""
     if not isinstance(returned, tuple | list):
         return Gradient.NONE if isinstance(returned, int | float) or _shape(returned) is not None else None
-    if len(returned) != 2:
-        return None
-    if callable(returned[1]):
+    if len(returned) == 2 and callable(returned[1]):
         return Gradient.BACKWARD
+    if len(returned) != 1 + len(problem.gradients):
+        return None
+    if problem.operands is not None:
+        return Gradient.VALUE
     loss, second = map(_shape, returned)
     recorded = getattr(returned[1], "requires_grad", False)  # by autograd, as logits are
-    return Gradient.VALUE if loss != second == _shape(logits) and not recorded else None
+    return Gradient.VALUE if loss != second == _shape(given["logits"]) and not recorded else None
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:

@@ -31,7 +31,7 @@ from pce_mpi.conformance.launching import LaunchError
 from pce_mpi.conformance.loading import check_call
 from pce_mpi.conformance.offers import Offer, offer_of
 from pce_mpi.conformance.outcomes import Finding, Outcome, Verdict, shaped, together
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import PRODUCTS, Problem
 from pce_mpi.conformance.procedures import PROCEDURES, Trial
 from pce_mpi.conformance.results import BadResult
 from pce_mpi.conformance.stacks import error_text
@@ -288,7 +288,7 @@ def settle(
             for answers_of_call in zip(*answers, strict=True):
                 _judge(outcome, problem, answers_of_call, tolerance, case.form, on_one_rank)
             if case.of_bits:
-                of_numbers = {problem(0).kind.noun, "gradient", "gradient at targets", "not finite"}
+                of_numbers = {problem(0).kind.noun, "gradient", "gradient at targets", *PRODUCTS, "not finite"}
                 outcome.findings = [each for each in outcome.findings if each.kind not in of_numbers]
                 outcome.accuracies, outcome.picture = [], None
             if case.needs.num_classes and outcome.findings:

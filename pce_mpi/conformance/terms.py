@@ -8,7 +8,7 @@ from typing import Literal
 OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # What candidates of one kind may take besides.
-MORE_OPTIONS = ("temperature", "support")
+MORE_OPTIONS = ("temperature", "support", "bias")
 REDUCTIONS = ("mean", "sum", "none")
 AVERAGED = ("data", "context", "micro-batches")
 
@@ -16,9 +16,10 @@ Shards = Literal["equal", "array_split", "chunks", "any"]
 Arrays = Literal["numpy", "cupy", "torch"]
 Smoothing = Literal["all", "others"]
 Direction = Literal["forward", "reverse", "jensen-shannon"]
+DHidden = Literal["summed", "partial"]
 Rest = Literal["dropped", "renormalized", "bucket"]
 # The fields of an offer in which candidates of one kind mean different numbers.
-CONVENTIONS = ("smoothing", "direction", "temperature_squared", "rest")
+CONVENTIONS = ("smoothing", "direction", "temperature_squared", "rest", "dhidden")
 
 
 class Gradient(StrEnum):

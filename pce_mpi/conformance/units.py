@@ -89,11 +89,13 @@ class Units(NamedTuple):
         size = np.maximum(exact, opposed)
         others = np.where(np.isfinite(size) & ~at_target, size, 0.0)
         size = np.where(at_target, size, others.max(axis=-1, keepdims=True, initial=0.0))
-        floor = 0.0 if strict else ulp(1.0, arithmetic)
-        by_row = upstream.reshape(problem.rows_shape) if problem.reduction == "none" else upstream.sum()
+        sums = problem.largest_sums
+        floor = np.maximum(0.0 if strict else ulp(1.0, arithmetic), np.where(sums == 0.0, 0.0, ulp(sums, arithmetic)))
+        by_row = floor * np.nan_to_num(upstream)
+        by_row = by_row.reshape(problem.rows_shape) if problem.reduction == "none" else by_row.sum()
         return cls(
-            loss=np.maximum(ulp(loss, coarsest(loss_dtype, arithmetic)), floor * np.nan_to_num(by_row)),
-            gradient=np.maximum(ulp(size, problem.dtype.name), floor * np.nan_to_num(slope)[:, None]),
+            loss=np.maximum(ulp(loss, coarsest(loss_dtype, arithmetic)), by_row),
+            gradient=np.maximum(ulp(size, problem.dtype.name), (floor * np.nan_to_num(slope))[:, None]),
             at_target=at_target,
             sums=ulp(loss, arithmetic),
         )

@@ -270,7 +270,7 @@ def test_row_of_kinds_is_a_kind(monkeypatch):
         ValueError, match="options of an offer must be among logit_scale, softcap, support, got 'weight'"
     ):
         Offer(kind="logsumexp", options=("weight",))
-    with pytest.raises(ValueError, match="loss, log_prob, entropy, kl, topk_kl, step, logsumexp, got 'margin'"):
+    with pytest.raises(ValueError, match="topk_kl, step, linear, linear_log_prob, linear_entropy, logsumexp, got 'mar"):
         Offer(kind="margin")
 
 
@@ -413,10 +413,10 @@ def test_shards_are_uneven_or_empty_as_named(ranks):
 
 
 def test_logits_have_memory_order_of_case():
-    assert build(named("random-logits/float32"), 2).shard(0).logits.flags.c_contiguous
-    assert build(named("strides/transposed"), 2).shard(0).logits.flags.f_contiguous
+    assert build(named("random-logits/float32"), 2).shard(0).arrays["logits"].flags.c_contiguous
+    assert build(named("strides/transposed"), 2).shard(0).arrays["logits"].flags.f_contiguous
     for name in ("strides/every-second", "padded-columns/sliced-off"):
-        logits = build(named(name), 2).shard(0).logits
+        logits = build(named(name), 2).shard(0).arrays["logits"]
         assert not logits.flags.c_contiguous and not logits.flags.f_contiguous
         # The elements between are large, so that reading them shows.
         assert logits.base.max() > 1e4

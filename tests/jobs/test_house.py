@@ -203,6 +203,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("outcomes"),
             room("units"),
             room("comparing"),
+            room("products"),
             room("bits"),
             room("places"),
             room("diagnosis"),

@@ -37,7 +37,11 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
     if large:
         smallest = next((dtype for dtype in reversed(DTYPES) if dtype in offered and dtype in wanted), wanted[0])
         every += shapes.LARGE.of(smallest)
-    found = [case for case in dict.fromkeys(every) if case.dtype in wanted]
+    found = [
+        case
+        for case in dict.fromkeys(every)
+        if case.dtype in wanted and not any(fits(case.name, each) for each in kind.without)
+    ]
     return [replace(case, catches=kind.said(case.family, case.catches)) for case in found]
 
 

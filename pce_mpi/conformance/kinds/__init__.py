@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pce_mpi.conformance.kinds.entropy import ENTROPY
 from pce_mpi.conformance.kinds.kl import KL
+from pce_mpi.conformance.kinds.linear import LINEAR, LINEAR_ENTROPY, LINEAR_LOG_PROB
 from pce_mpi.conformance.kinds.log_prob import LOG_PROB
 from pce_mpi.conformance.kinds.loss import LOSS
 from pce_mpi.conformance.kinds.step import STEP
@@ -18,4 +19,7 @@ KINDS: dict[str, Kind] = {
     "kl": KL,
     "topk_kl": TOPK_KL,
     "step": STEP,
+    "linear": LINEAR,
+    "linear_log_prob": LINEAR_LOG_PROB,
+    "linear_entropy": LINEAR_ENTROPY,
 }

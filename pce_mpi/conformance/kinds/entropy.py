@@ -18,7 +18,7 @@ NOT_DECLARED = 'where it is an entropy, which takes no targets, declare it: @off
 
 
 def _sizes(book: Textbook) -> tuple[Array, Array, Array]:
-    slope = np.abs(book.g * book.problem.options.get("logit_scale", 1.0))
+    slope = np.abs(book.g * book.problem.exact_options.get("logit_scale", 1.0))
     of_class = np.where(book.p == 0.0, 0.0, book.p * book.nll)
     whole = np.maximum(of_class, book.p * of_class.sum(axis=-1, keepdims=True))
     return np.ones(book.problem.rows), slope, slope[:, None] * whole

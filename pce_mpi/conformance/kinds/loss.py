@@ -34,7 +34,7 @@ def sizes(book: Textbook) -> tuple[Array, Array, Array]:
     opposed    (rows, classes) the largest of an entry's summands that may cancel against each other
     """
     problem = book.problem
-    slope = np.abs(book.g * problem.options.get("logit_scale", 1.0))
+    slope = np.abs(book.g * problem.exact_options.get("logit_scale", 1.0))
     at_target = (0.0 if problem.with_probabilities else 1.0 - book.smoothing) * (book.q @ book.w)
     u = np.abs(book.u - at_target[:, None] * book.q)
     others = u.sum(axis=-1) + np.where(book.z_loss, 2.0 * np.abs(book.z_loss * book.lse), 0.0)
@@ -210,6 +210,13 @@ def _roundings(b: Textbook) -> Faults:
         yield text, of_gradient(rounded(late))
 
 
+def _divided_by_0(b: Textbook, name: str, got: Array) -> str | None:
+    """aiter#5165."""
+    if name == "gradient" and b.problem.reduction == "mean" and not b.valid.any() and not np.isfinite(got).all():
+        return "no row counts, and the gradient is divided by their number 0: it is due to be 0"
+    return None
+
+
 LOSS = Kind(
     noun="loss",
     plural="losses",
@@ -218,5 +225,6 @@ LOSS = Kind(
     faults=_faults,
     told='the loss is of the opposite sign: a loss is declared by @offers(kind="loss", reductions=("none",))',
     options=OPTIONS,
+    tell=_divided_by_0,
     reductions=REDUCTIONS,
 )

@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 def exact_statistic(name: str, problem: Problem) -> tuple[Array, Array]:
     """Return a field of `dense.class_statistics`, and its gradient."""
-    arguments: dict[str, Any] = problem.options | {"axis": problem.axis}
+    arguments: dict[str, Any] = problem.exact_options | {"axis": problem.axis}
     if problem.with_numbers:
         arguments["targets"] = problem.targets
     statistics = dense.class_statistics(problem.logits, **arguments)

@@ -158,13 +158,15 @@ def extreme_rows(report: Report) -> list[list[Cell]]:
                 passing[key] = max(each.error, passing.get(key, 0.0))
             if key not in worst or each.error > worst[key][0].error:
                 worst[key] = each, outcome.case
-    head: list[Cell] = ["dtype", "quantity", "passing cases", "all cases", "best possible", "allowed"]
+    head: list[Cell] = ["dtype", "quantity", "passing cases", "all cases", "best possible", "plain product", "allowed"]
     rows: list[list[Cell]] = [
-        [*key, _ulps(passing.get(key)), _ulps(each.error), each.best, each.allowed, case, each.where]
+        [*key, _ulps(passing.get(key)), _ulps(each.error), each.best, _ulps(each.plain), each.allowed, case, each.where]
         for key, (each, case) in worst.items()
     ]
-    head += ["in case", "at"]
-    return [head, *rows] if rows else []
+    shown = [[*head, "in case", "at"], *rows]
+    if all(each.plain is None for each, _ in worst.values()):
+        shown = [[*row[:5], *row[6:]] for row in shown]
+    return shown if rows else []
 
 
 def _ulps(error: float | None) -> Cell:
