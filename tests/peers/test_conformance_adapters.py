@@ -316,6 +316,23 @@ def test_policy_of_the_documentation_conforms(comm, started, name):
     assert failures(started(adapted("torch-shards", getattr(documented, name))), comm, pattern=FEW) == {}
 
 
+@pytest.mark.sizes(2, 3)
+def test_head_of_the_documentation_is_diagnosed_as_shown(comm, started, monkeypatch):
+    documented, _ = policy()
+    monkeypatch.setitem(sys.modules, "policy", documented)
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```text\n(# head.py\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^  (dhidden is of .*?) \(dhidden is", page, re.MULTILINE | re.DOTALL)
+    head = types.ModuleType("head")
+    exec(source, vars(head))
+    candidate = started(adapted("torch-shards", head.log_prob))
+    (case,) = cases(candidate, pattern="random-logits/float32")
+    (finding,) = run_case(candidate, case, comm).findings
+    assert finding.text.startswith(" ".join(shown.split()))
+    candidate = started(adapted("torch-shards", offers(dhidden="partial")(head.log_prob)))
+    assert failures(candidate, comm, pattern=[*FEW[:2], "product", "chunk-borders", "accumulated-dw"]) == {}
+
+
 @pytest.mark.sizes(2)
 def test_sum_of_what_ranks_compute_alike_is_named(comm, started):
     _, bare = policy()

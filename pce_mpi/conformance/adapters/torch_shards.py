@@ -63,22 +63,25 @@ class TorchShards:
                 self._function.stop()
             self._group.stop()
 
-    def __call__(self, logits: Any, *targets: Any, comm: MPI.Intracomm, **options: Any) -> Any:
+    def __call__(self, *arrays: Any, comm: MPI.Intracomm, **options: Any) -> Any:
         """Return the function's results; for a loss that autograd recorded, the loss and its backward pass."""
         from torch import distributed
 
-        x = tensor_of(logits)
-        if self.offer.gradient is Gradient.BACKWARD:
-            x.requires_grad_()
+        arguments = list(map(tensor_of, arrays))
         for name in self._left_out:
             del options[name]
         if "micro_batches" in options:
             options["micro_batches"] = [tensor_of(each) for each in options["micro_batches"]]
-        if "weight" in options:
-            options["weight"] = tensor_of(options["weight"])
+        for name in {"weight", "bias"} & options.keys():
+            options[name] = tensor_of(options[name])
         if "support" in options:
             options["support"] = tuple(map(tensor_of, options["support"]))
-        arguments = [x, *map(tensor_of, targets)]  # the entropy has no targets
+        # Those that have a gradient: the logits, or hidden, w and the bias.
+        inputs = arguments[: 2 if KINDS[self.offer.kind].arrays[0] == "hidden" else 1]
+        inputs += [options["bias"]] if "bias" in options else []
+        if self.offer.gradient is Gradient.BACKWARD:
+            for each in inputs:
+                each.requires_grad_()
         if self._group_name:
             options[self._group_name] = distributed.group.WORLD
         elif self._group_last:
@@ -86,7 +89,7 @@ class TorchShards:
         result = self._function(*arguments, **options)
         # What autograd has not recorded, or is no tensor, is judged as it is.
         recorded = self.offer.gradient is Gradient.BACKWARD and getattr(result, "requires_grad", False)
-        return loss_and_backward(result, x) if recorded else result
+        return loss_and_backward(result, inputs) if recorded else result
 
 
 def _by_place(signature: inspect.Signature) -> list[inspect.Parameter]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import os
 from typing import TYPE_CHECKING, Any
 import warnings
@@ -27,19 +27,20 @@ def tensor_of(array: Any) -> Any:
         return torch.from_numpy(array)
 
 
-def loss_and_backward(loss: Any, logits: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a loss that autograd recorded and its backward pass to `logits`, as plain tensors."""
+def loss_and_backward(loss: Any, inputs: Sequence[Any]) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a loss that autograd recorded and its backward pass to the inputs, as a plain tensor or a list of them."""
     import torch
 
     def backward(dloss: Any) -> Any:
         upstream = tensor_of(dloss).to(loss.dtype).broadcast_to(loss.shape)
         try:  # with the graph kept for another backward pass
-            (gradient,) = torch.autograd.grad(loss, logits, grad_outputs=upstream, retain_graph=True)
+            gradients = torch.autograd.grad(loss, inputs, grad_outputs=upstream, retain_graph=True)
         except RuntimeError as error:  # torch.compile may have given away what the graph needs for that
             if "donated buffer" not in str(error):
                 raise
-            (gradient,) = torch.autograd.grad(loss, logits, grad_outputs=upstream)
-        return gradient.detach()
+            gradients = torch.autograd.grad(loss, inputs, grad_outputs=upstream)
+        found = [each.detach() for each in gradients]
+        return found if len(found) > 1 else found[0]
 
     return loss.detach(), backward
 

@@ -35,7 +35,7 @@ class TorchDense:
         probabilities = targets.ndim == logits.ndim
         t = gathered(targets, axis).movedim(axis, where) if probabilities else tensor_of(targets)
         w = None if weight is None else gathered(weight, 0)
-        loss, backward = loss_and_backward(cross_entropy(x.movedim(axis, where), t, w, **options), x)
+        loss, backward = loss_and_backward(cross_entropy(x.movedim(axis, where), t, w, **options), [x])
         local = logits.shape[axis]
         return loss, lambda dloss: backward(dloss).narrow(axis, class_start, local)
 
