@@ -36,7 +36,7 @@ def record(folder, problem, answer, comm):
     """Write the part of this rank, as the recorder for torch does."""
     shard = problem.shard(comm.rank)
     numbers = next(name for name, kind in KINDS.items() if kind is problem.kind)
-    tensors = {"logits": shard.logits, "targets": shard.targets, numbers: answer.loss, "gradient": answer.dlogits}
+    tensors = {"targets": problem.targets, **shard.arrays, numbers: answer.loss, "gradient": answer.dlogits}
     given = shard.options | {"rank": comm.rank, "ranks": comm.size, "smoothing": problem.conventions["smoothing"]}
     tensors |= {"weight": given.pop("weight")} if "weight" in given else {}
     assert given.pop("axis") == -1 and problem.dloss is None
