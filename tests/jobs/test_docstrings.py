@@ -14,9 +14,7 @@ from numpydoc.docscrape import NumpyDocString
 import pytest
 
 from jobs.launch import ROOT
-import pce_mpi
-import pce_mpi.conformance
-import pce_mpi.loss
+from jobs.public_names import public_names
 
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -25,25 +23,11 @@ MODULES = sorted(
 )
 
 
-def public_names() -> Iterator[tuple[str, Any]]:
-    """Every public function and class, and every public method and property of those classes, by its full name."""
-    found: list[Any] = []
-    for module in (pce_mpi, pce_mpi.dense, pce_mpi.loss, pce_mpi.conformance):
-        for name in module.__all__:
-            thing = getattr(module, name)
-            if inspect.ismodule(thing) or any(thing is each for each in found):
-                continue
-            found.append(thing)
-            yield f"{module.__name__}.{name}", thing
-            for member, value in vars(thing).items() if inspect.isclass(thing) else ():
-                if not member.startswith("_"):
-                    if isinstance(value, property | cached_property):
-                        yield f"{module.__name__}.{name}.{member}", value
-                    elif inspect.isroutine(attribute := getattr(thing, member)):
-                        yield f"{module.__name__}.{name}.{member}", attribute
-
-
-PUBLIC = dict(public_names())
+# What has several names is tested by the first one.
+PUBLIC: dict[str, Any] = {}
+for each, found in public_names():
+    if found not in PUBLIC.values():
+        PUBLIC[each] = found
 
 
 def parameters_of(thing: Any) -> list[str]:

@@ -172,6 +172,13 @@ def test_file_from_elsewhere_is_loaded_and_replicated(comm, line, folder):
     assert_equal(wholes_of(comm, loaded), wholes)
 
 
+def test_file_of_earlier_version_has_same_bits(comm, line):
+    earlier = Path(__file__).with_name("saved_by_0.2.safetensors")
+    wholes = {np.dtype(dtype).name: values((3, 2), dtype=dtype) for dtype in DTYPES} | {"step": np.array(7)}
+    loaded = pce.load(earlier, line, {name: {"data": Shard(0)} for name, whole in wholes.items() if whole.ndim})
+    assert_equal(wholes_of(comm, loaded), wholes)
+
+
 def test_loaded_parameters_are_floating_arrays_that_step(line, folder):
     wholes = {np.dtype(dtype).name: values((3, 2), dtype=dtype) for dtype in DTYPES} | {"step": np.array(7)}
     pce.save(folder / "f", {name: pce.distribute(whole, line) for name, whole in wholes.items()})
