@@ -36,10 +36,11 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run test test-openmpi test-kernels test-cupy test-gpu test-peers lint docs clean
+.PHONY: help run check test test-openmpi test-kernels test-cupy test-gpu test-peers lint docs dist wheels clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
+	@echo 'make check         compare every option with the exact numbers, on 2 ranks (N=4: on 4)'
 	@echo 'make test          run every test at 1, 2, 3 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-openmpi  run what depends on the MPI library under Open MPI, which is installed beside MPICH'
 	@echo 'make test-kernels  compile the CUDA kernels for GPUs and run them on the CPU; needs no GPU, but g++'
@@ -48,6 +49,8 @@ help:
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
 	@echo 'make lint          check the code with ruff and mypy'
 	@echo 'make docs          build the pages in docs/ and a reference from the docstrings, as a site in site/'
+	@echo 'make dist          build the sdist and from it the wheel for this machine, into dist/, and try that wheel'
+	@echo 'make wheels        build the wheel of a release by cibuildwheel, into dist/; needs Docker'
 	@echo 'make clean         delete $(VENV) and everything that was generated'
 	@echo
 	@echo 'MPI=openmpi takes Open MPI in place of MPICH, PYTHON=python3.12 another Python (when .venv is created).'
@@ -81,6 +84,9 @@ run: what-run-takes $(installed)/examples
 what-run-takes:
 	@echo 'make run trains a language model on $(or $(N),2) ranks. It takes a minute or two on 2 cores and 0.4 GB of memory a rank;'
 	@echo 'the first time, also a minute to download 0.1 GB from PyPI into $(VENV), which then has 0.3 GB.'
+
+check: $(installed)/package
+	$(bin)/mpiexec -n $(or $(N),2) $(bin)/python -m pce_mpi check
 
 test: $(installed)/test
 	$(bin)/python tests/run.py $(if $(N),-n $(N))
@@ -139,9 +145,22 @@ lint: $(installed)/dev
 docs: $(installed)/docs
 	$(bin)/mkdocs build
 
+# The wheel is tried in an environment of its own, outside the clone.
+dist: $(installed)/release
+	rm -rf dist build/dist
+	$(bin)/python -m build --sdist --outdir dist
+	PCE_MPI_REQUIRE_KERNEL=1 $(bin)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist dist/*.tar.gz
+	PATH="$(abspath $(bin)):$$PATH" $(bin)/auditwheel repair --wheel-dir dist build/dist/*.whl
+	$(bin)/python -m venv build/dist/env
+	build/dist/env/bin/python -m pip install --quiet "$$(echo dist/*.whl)[bf16,$(MPI)]"
+	cd build/dist && env/bin/pce-mpi --version && env/bin/mpiexec -n 2 env/bin/pce-mpi check
+
+wheels: $(installed)/release
+	$(bin)/cibuildwheel --output-dir dist
+
 clean:
 	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo '$(VENV) is no virtual environment' >&2; exit 1; }
-	rm -rf $(VENV) build site pce_mpi.egg-info pce_mpi/loss/kernels/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site pce_mpi.egg-info pce_mpi/loss/kernels/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find benchmarks examples pce_mpi tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The two MPIs share bin/mpiexec: the other one goes before this one comes.
@@ -154,7 +173,7 @@ $(installed)/package: setup.cfg pyproject.toml setup.py $(kernel) | $(bin)/pip $
 	touch $@
 
 # The package is there: its name stands for the packages of an extra, and it is not made once more.
-$(installed)/docs $(installed)/examples $(installed)/test: $(installed)/%: $(installed)/package
+$(installed)/docs $(installed)/examples $(installed)/release $(installed)/test: $(installed)/%: $(installed)/package
 	$(bin)/python -m pip install --quiet 'pce_mpi[$*]'
 	touch $@
 

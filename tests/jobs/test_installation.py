@@ -1,14 +1,17 @@
-"""An installation has the files of a wheel, and works with and without its compiled kernel."""
+"""An installation has the files of a wheel, and works with and without its compiled kernel; an sdist has all files."""
 
+from importlib import metadata
 import os
-from pathlib import Path
+import shutil
 import subprocess
 import sys
 import zipfile
 
 import pytest
+from setuptools.command.egg_info import FileList
 
-ROOT = Path(__file__).parents[2]
+from jobs.launch import ROOT
+from pce_mpi.cli import main
 
 
 def run(*command, cwd, **env):
@@ -18,13 +21,12 @@ def run(*command, cwd, **env):
 
 @pytest.fixture
 def source(tmp_path_factory):
-    """The tracked files, in a folder in which nothing was built before."""
+    """The package and the files beside it, in a folder in which nothing was built before."""
     folder = tmp_path_factory.mktemp("source")
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
-    for name in tracked.decode().rstrip("\0").split("\0"):
-        if name.startswith("pce_mpi/") or "/" not in name:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((ROOT / name).read_bytes())
+    shutil.copytree(ROOT / "pce_mpi", folder / "pce_mpi", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
     return folder
 
 
@@ -67,6 +69,10 @@ def test_wheel_has_all_that_runs(source, tmp_path):
     wanted = {path.relative_to(source / "pce_mpi").as_posix() for path in (source / "pce_mpi").rglob("*.*")}
     assert wanted - found == {"loss/kernels/compiled.cpp", "loss/kernels/README.md"} & wanted
     assert [path for path in found - wanted if "/" in path] == ["loss/kernels/_compiled.abi3.so"]
+    (found,) = metadata.distributions(name="pce_mpi", path=[str(tmp_path / "unpacked")])
+    assert {"Author", "Keywords", "License", "Requires-Python"} <= set(found.metadata)
+    (command,) = found.entry_points
+    assert (command.group, command.name, command.load()) == ("console_scripts", "pce-mpi", main)
     status, text = run(sys.executable, "-c", LOSS, cwd=tmp_path, PYTHONPATH=str(tmp_path / "unpacked"))
     assert status == 0, text
     assert text.startswith(str(package))
@@ -94,3 +100,16 @@ def test_unknown_kernel_names_those_that_are_there(tmp_path):
     status, text = run(sys.executable, "-c", LOSS, cwd=tmp_path, PCE_MPI_KERNEL="MMX")
     assert status != 0
     assert "ValueError: PCE_MPI_KERNEL must be numpy or one of" in text
+
+
+def test_sdist_has_every_file_of_clone(monkeypatch):
+    status, tracked = run("git", "ls-files", cwd=ROOT)
+    if status:
+        pytest.skip("this is no clone")
+    monkeypatch.chdir(ROOT)
+    files = FileList()
+    for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            files.process_template_line(line)
+    always = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
+    assert set(tracked.splitlines()) - set(files.files) <= always
