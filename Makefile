@@ -47,7 +47,7 @@ help:
 	@echo 'make test-cupy     run tests of CuPy arrays with CuPy itself on the CPU, at 1, 2 and 3 ranks (N=2: at 2 only)'
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
-	@echo 'make lint          check the code with ruff and mypy'
+	@echo 'make lint          check the code with ruff and mypy, and what GitHub reads by its schemas'
 	@echo 'make docs          build the pages in docs/ and a reference from the docstrings, as a site in site/'
 	@echo 'make dist          build the sdist and from it the wheel for this machine, into dist/, and try that wheel'
 	@echo 'make wheels        build the wheel of a release by cibuildwheel, into dist/; needs Docker'
@@ -137,10 +137,17 @@ test-peers: $(installed)/peers
 	$(bin)/python tests/peers/compare_neighbours.py --rows 64 --classes 2000 --pairs 1
 	$(bin)/mpiexec -n 2 $(bin)/python -m mpi4py tests/peers/compare_transformer.py --width 24 --classes 100 --steps 30
 
+# The schemas come with the package: nothing is downloaded.
+schema := $(bin)/check-jsonschema --quiet --builtin-schema vendor
+
 lint: $(installed)/dev
 	$(bin)/ruff check
 	$(bin)/ruff format --check
 	$(bin)/mypy --num-workers 2
+	$(schema).github-workflows .github/workflows/*.yml
+	$(schema).github-actions action.yml
+	$(schema).github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	$(schema).citation-file-format CITATION.cff
 
 docs: $(installed)/docs
 	$(bin)/mkdocs build

@@ -227,6 +227,24 @@ def test_changelog_begins_with_this_version():
     assert re.findall(r"^## (\S+)", PAGES["CHANGELOG.md"], re.MULTILINE)[0] == pce_mpi.__version__
 
 
-def test_citation_names_this_version():
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert re.search(r"^version: (\S+)$", citation, re.MULTILINE)[1] == pce_mpi.__version__
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("CITATION.cff", r"^version: (\S+)$"),
+        ("conda/recipe.yaml", r'^  version: "(\S+)"$'),
+        ("docs/conformance.md", r"uses: OWNER/pce_mpi@v(\S+)$"),
+    ],
+)
+def test_file_names_this_version(name, form):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert re.findall(form, text, re.MULTILINE) == [pce_mpi.__version__]
+
+
+def test_workflows_call_targets_and_test_versions_of_classifiers():
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").iterdir()]
+    called = re.findall(r"(?:run: make |target: \[)([a-z, -]+)", "".join(texts))
+    targets = {target for words in called for target in words.split(", ") if target}
+    assert {"test", "test-openmpi", "check", "dist", "wheels"} <= targets <= set(TARGETS)
+    classified = re.findall(r"Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
+    (tested,) = re.findall(r"python: (\[.*\])", "".join(texts))
+    assert json.loads(tested) == classified
