@@ -44,7 +44,7 @@ def overlaps_itself(array: Any) -> bool:
 
 def shares_memory(a: Any, b: Any) -> bool:
     """Return whether writing to `a` may change `b`."""
-    if array_namespace(a) is not array_namespace(b):
+    if array_namespace(a) is not array_namespace(b) or a.size == 0 or b.size == 0:
         return False
     if array_namespace(a) is not np:  # cupy.shares_memory lists the addresses of all elements, on the GPU
         a, b = (np.asarray(_Addresses(array)) for array in (a, b))
