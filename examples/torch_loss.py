@@ -25,12 +25,14 @@ class CrossEntropy(Function):
 
     @staticmethod
     def forward(ctx, logits, targets, group, reduction="mean"):
+        ctx.save_for_backward(logits)
         loss, ctx.kept = pce.softmax_cross_entropy_forward(logits.detach(), targets, comm=group, reduction=reduction)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
+        (_,) = ctx.saved_tensors  # raises if the logits, which `kept` has without a copy, were changed in place
         return pce.softmax_cross_entropy_backward(dloss, ctx.kept), None, None, None
 
 

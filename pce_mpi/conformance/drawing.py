@@ -92,7 +92,7 @@ def option_values(setting: Setting, names: Sequence[str], classes: int) -> dict[
         "z_loss": 1e-2,
         "logit_scale": 0.75,
         "softcap": 5.0,
-        "temperature": 2.0,
+        "temperature": 1.75,
         "bias": rounded(setting, np.random.default_rng([setting.seed, 9]).standard_normal(classes)),
     }
     return {name: values[name] for name in names}

@@ -106,9 +106,20 @@ TRAINS = """
     from torch import distributed
 
     import pce_mpi as pce
-    from torch_loss import train
+    import torch
+    from torch_loss import CrossEntropy, train
+
+    def logits_that_change(group):
+        logits = torch.ones(4, 6, requires_grad=True) * 1.0
+        loss = CrossEntropy.apply(logits, torch.zeros(4, dtype=torch.int64), group)
+        logits.mul_(0.5)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return "modified by an inplace operation" in str(error)
 
     def main(group):
+        assert logits_that_change(group)
         losses, logits, targets = train(group)
         log_prob = pce.class_statistics(logits, targets, comm=group).log_prob
         np.savez(f"{sys.argv[1]}/{group.rank()}.npz", logits=logits, targets=targets, log_prob=log_prob, losses=losses)

@@ -82,6 +82,10 @@ SHIPPED = [
         "the 4 classes are each rank's own: the divergence depends on the number of ranks",
     ),
     Shipped(wild.LocalTeacher, "far-teacher/float32", "the teacher's softmax is of each rank's own classes only"),
+    Shipped(wild.LocalStudent, "far-teacher/float32", "the student's softmax is of each rank's own classes only"),
+    Shipped(wild.LocalSoftmaxes, "far-teacher/float32", "both softmaxes are of each rank's own classes only"),
+    Shipped(wild.NoTemperatureInGradient, "temperature/float32", "the gradient lacks the factor 1 / temperature", 1),
+    Shipped(wild.TemperatureOfStudent, "temperature/float32", "the temperature divides the student's logits only", 1),
     Shipped(
         wild.LocalSum, "far-teacher/float32", "the divergence is of each rank's own classes only: it is never reduced"
     ),

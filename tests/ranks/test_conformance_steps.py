@@ -55,7 +55,7 @@ PLANTED = [
         wrong.OwnCountOr1,
         "one-token",
         "the trainer averages over the 2 context ranks and the 2 micro-batches, and nothing makes up for it; where it "
-        'sums, declare it: @offers(kind="step", averaged=("data",)): every token counts 1/4 of what is due',
+        'sums, leave "context" and "micro-batches" out of `averaged`: every token counts 1/4 of what is due',
         "the trainer averages over the 3 context ranks and the 2 micro-batches, and nothing makes up for it",
     ),
     Planted(wrong.OwnCountSummed, "data-ranks", "and all together count 2 times", "and all together count 3 times"),
@@ -110,32 +110,32 @@ PLANTED = [
         Planted(
             wrong.HalvedByContext,
             case,
-            "the trainer averages over the 2 context ranks, and nothing makes up for it; where it sums, declare it: "
-            '@offers(kind="step", averaged=("data",)): every token counts 1/2 of what is due',
-            "the trainer averages over the 3 context ranks, and nothing makes up for it; where it sums, declare it: "
-            '@offers(kind="step", averaged=("data",)): every token counts 1/3 of what is due',
+            "the trainer averages over the 2 context ranks, and nothing makes up for it; where it sums, leave "
+            '"context" out of `averaged`: every token counts 1/2 of what is due',
+            "the trainer averages over the 3 context ranks, and nothing makes up for it; where it sums, leave "
+            '"context" out of `averaged`: every token counts 1/3 of what is due',
         )
         for case in ("context-ranks", "one-token")
     ),
     Planted(
         wrong.WorldSizeForDataRanks,
         "context-ranks",
-        "multiplied by the 2 context ranks, over which the trainer sums; where it averages, declare it: "
-        '@offers(kind="step", averaged=("data", "context")): every token counts 2 times what is due',
+        "multiplied by the 2 context ranks, over which the trainer sums; where it averages, add "
+        '"context" to `averaged`: every token counts 2 times what is due',
         "the gradient is multiplied by the 3 context ranks, over which the trainer sums",
     ),
     Planted(
         wrong.RanksTwice,
         "data-ranks",
-        "the gradient is multiplied by the 2 data ranks, over which the trainer sums; where it averages, declare it: "
-        '@offers(kind="step", averaged=("data",)): every token counts 2 times what is due',
+        "the gradient is multiplied by the 2 data ranks, over which the trainer sums; where it averages, add "
+        '"data" to `averaged`: every token counts 2 times what is due',
         "every token counts 3 times what is due",
     ),
     Planted(
         wrong.AccumulationTwice,
         "micro-batches",
-        "the trainer averages over the 3 micro-batches, and nothing makes up for it; where it sums, declare it: "
-        '@offers(kind="step", averaged=()): every token counts 1/3 of what is due',
+        "the trainer averages over the 3 micro-batches, and nothing makes up for it; where it sums, leave "
+        '"micro-batches" out of `averaged`: every token counts 1/3 of what is due',
     ),
     Planted(
         wrong.NotDividedByRanks,

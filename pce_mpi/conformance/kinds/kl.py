@@ -105,6 +105,12 @@ def _faults(b: Textbook) -> Faults:
         there = "has" if other else "lacks"
         text = f"the divergence {there} the square of the temperature as a factor: where that is meant, declare it: "
         yield f"{text}@offers(temperature_squared={other})", _given(b, student, teacher, temperature_squared=other)
+        temperature = problem.options["temperature"]
+        gradient = problem.row_major(problem.expected[1]) * temperature
+        yield "the gradient lacks the factor 1 / temperature", of_gradient(gradient)
+        text = "the temperature divides the student's logits only"
+        yield text, _given(b, student, teacher * temperature)
+        yield "the temperature is not looked at", _given(b, student * temperature, teacher * temperature)
     if problem.conventions["direction"] == "forward":
         text = "the entropy of the teacher is not subtracted: the numbers are a cross entropy"
         yield text, all_ranks(b.but(lost=0.0))
@@ -129,13 +135,22 @@ def _local(b: Textbook, teacher: Array) -> Faults:
     if b.problem.conventions["direction"] != "forward":
         return
     shards = [b.in_shard(rank) for rank in range(b.problem.ranks)]
-    q = np.zeros_like(b.q)
+    own_q, own_p, own_nll = np.zeros_like(b.q), np.zeros_like(b.p), np.zeros_like(b.nll)
     for each in filter(np.any, shards):
-        q[:, each] = softmax(b.slope[:, each] * teacher[:, each])["p"]
-    local = b.but(lost=(b.w * _times_log(q, q)).sum(axis=-1)).with_u(b.w * q)
-    text = "the teacher's softmax is of each rank's own classes only"
-    yield text, all_ranks(local)
-    yield text, of_gradient(local.gradient())
+        own_q[:, each] = softmax(b.slope[:, each] * teacher[:, each])["p"]
+        of_student = softmax(b.z[:, each])
+        own_p[:, each], own_nll[:, each] = of_student["p"], of_student["nll"]
+    right, own = (b.p, b.nll), (own_p, own_nll)
+    for whose, q, (p, nll) in (
+        ("the teacher's softmax is", own_q, right),
+        ("the student's softmax is", b.q, own),
+        ("both softmaxes are", own_q, own),
+    ):
+        local = b.but(p=p, nll=nll, lost=(b.w * _times_log(q, q)).sum(axis=-1)).with_u(b.w * q)
+        text, gradient = f"{whose} of each rank's own classes only", b.gradient_of(b.w * (p - q))
+        yield text, all_ranks(local)
+        yield text, Given((local.loss(),), gradient)
+        yield text, of_gradient(gradient)
     terms = b.w * (_times_log(b.q, b.q) + np.where(b.q == 0.0, 0.0, b.q * b.nll))
     nothing = b.with_u(np.zeros_like(b.u))
     parts = tuple(nothing.but(lost=terms[:, each].sum(axis=-1)).loss() for each in shards)

@@ -100,22 +100,18 @@ def _factors(step: Step, times: float, same: _Same) -> Iterator[tuple[int, str]]
         for chosen in combinations(combined, number):
             size = math.prod(step.sizes[each] for each in chosen)
             these = " and the ".join(f"{step.sizes[each]} {_WHAT[each]}" for each in chosen)
-            averages = set(chosen) <= set(step.averaged)
-            declared = f"declare it: @offers({_declared(step, chosen)})"
+            averaged = [each in step.averaged for each in chosen]
+            names = " and ".join(f'"{each}"' for each in chosen)
             if same(times, size):
-                sums = f"over which the trainer sums; where it averages, {declared}"
-                yield averages, f"the gradient is multiplied by the {these}, {'twice' if averages else sums}"
+                sums = f"over which the trainer sums; where it averages, add {names} to `averaged`"
+                said = "twice" if all(averaged) else sums if not any(averaged) else ""
+                yield all(averaged), f"the gradient is multiplied by the {these}, {said}".removesuffix(", ")
+            elif same(times, 1.0 / size) and all(averaged):
+                unmade = f"the trainer averages over the {these}, and nothing makes up for it"
+                yield False, f"{unmade}; where it sums, leave {names} out of `averaged`"
             elif same(times, 1.0 / size):
-                unmade = (
-                    f"the trainer averages over the {these}, and nothing makes up for it; where it sums, {declared}"
-                )
-                summed = f"the gradient is divided by the {these}, over which the trainer sums"
-                yield not averages, unmade if averages else summed
-
-
-def _declared(step: Step, changed: tuple[str, ...]) -> str:
-    averaged = tuple(each for each in step.sizes if (each in step.averaged) != (each in changed))
-    return f'kind="step", averaged={averaged}'.replace("'", '"')
+                said = "over which the trainer sums" if not any(averaged) else ""
+                yield True, f"the gradient is divided by the {these}, {said}".removesuffix(", ")
 
 
 def _of_each(step: Step, book: Textbook, weights: Array, known: Array, same: _Same) -> str:

@@ -42,6 +42,8 @@ def _of_support(problem: Problem, chosen: Array, rest: str) -> tuple[Array, Arra
     scale, axis = 1.0 / problem.options.get("temperature", 1.0), problem.axis
     student, teacher = (problem.row_major(each).astype(np.float64) for each in (problem.logits, problem.targets))
     with np.errstate(all="ignore"):
+        if rest == "renormalized":  # other classes do not enter
+            student, teacher = (np.where(chosen, each, -np.inf) for each in (student, teacher))
         student, teacher = (z - z.max(axis=-1, keepdims=True, initial=-np.inf) for z in (student, teacher))
         if rest == "dropped":
             log_p, log_q = (-softmax(scale * each)["nll"] for each in (student, teacher))

@@ -35,12 +35,26 @@ class SkyRLTopK(TopK):
 class LocalTeacher(Forward):
     """A softmax of the teacher that is never reduced over the ranks."""
 
+    local: tuple[str, ...] = ("teacher",)
+
     def log_softmax(self, s, logits):
-        if logits is not s.teacher:
+        if not any(logits is getattr(s, name) for name in self.local):
             return super().log_softmax(s, logits)
         z = logits / np.float32(s.temperature)
         z = z - z.max(axis=-1, keepdims=True)
         return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+class LocalStudent(LocalTeacher):
+    """The same of the student."""
+
+    local = ("student",)
+
+
+class LocalSoftmaxes(LocalTeacher):
+    """The same of both."""
+
+    local = ("student", "teacher")
 
 
 class LocalSum(Forward):
@@ -89,6 +103,21 @@ class TemperatureSquared(Forward):
 
     def factor(self, s):
         return s.temperature**2
+
+
+class NoTemperatureInGradient(Forward):
+    """A gradient by the logits that were divided."""
+
+    def divergence(self, s):
+        rows, gradient = super().divergence(s)
+        return rows, gradient * s.temperature
+
+
+class TemperatureOfStudent(Forward):
+    """A teacher that is not divided."""
+
+    def log_softmax(self, s, logits):
+        return super().log_softmax(s, logits * np.float32(s.temperature) if logits is s.teacher else logits)
 
 
 class Renormalized(TopK):
