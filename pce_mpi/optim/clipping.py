@@ -57,6 +57,8 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
     Allreduce of 8 bytes. A Partial gradient is reduced first; `SGD.step` then has nothing to reduce. Every rank raises
     the same error, before anything is written.
 
+    In a rehearsal the norm is 1.0, and gradients are scaled whatever `max_norm` is.
+
     Examples
     --------
     >>> import numpy as np, pce_mpi as pce
@@ -80,9 +82,10 @@ def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
         synchronize(given, meshes, "clip_grad_norm", [called] * len(meshes), checks.error)
         squares = [each for mesh in meshes for each in _sums_of_squares(given, mesh)]
     # Added one by one, as sum() rounds differently from Python 3.12 on, and in an order that is the same on any mesh.
-    norm = math.sqrt(reduce(operator.add, sorted(squares), 0.0))
+    hollow = meshes[0].is_hollow
+    norm = 1.0 if hollow else math.sqrt(reduce(operator.add, sorted(squares), 0.0))
     scale = max_norm / (norm + 1e-6)
-    if not scale >= 1.0:  # nan as well
+    if hollow or not scale >= 1.0:  # nan as well
         for parameter in given:
             if parameter.grad is not None:
                 scaled = _times(parameter.grad.local, scale)

@@ -5,6 +5,7 @@ A rehearsal has the bytes of the rank that puts in most, so these are compared w
 
 from collections.abc import Callable
 from dataclasses import replace
+import math
 from typing import Any
 from weakref import finalize
 
@@ -229,6 +230,22 @@ def test_program_gives_numbers_and_arrays_of_its_own():
     trace = pce.rehearse(program, {"data": 3})
     assert given == [0.5, (3,)]
     assert trace.count("all_reduce", operation="full") == 1
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "reproducible"])
+def test_norm_of_gradients_is_finite_and_the_same_on_all_ranks(exact):
+    norms = []
+
+    def program(mesh: Mesh) -> None:
+        w = pce.distribute(np.ones(2), mesh, requires_grad=True, data=Shard(0))
+        pce.sum(pce.square(w)).backward()
+        norms.append(pce.clip_grad_norm([w], 2.0))
+        if math.isfinite(norms[-1]):
+            pce.SGD([w], lr=0.1).step()
+
+    with pce.reproducible(exact):
+        assert pce.rehearse(program, {"data": 3}).count(operation="SGD", purpose=None)
+    assert norms == [1.0, 1.0]
 
 
 def test_most_bytes_of_any_rank_are_reported():
