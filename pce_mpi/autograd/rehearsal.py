@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise, product, zip_longest
 import math
 from typing import Any
 
@@ -45,7 +45,8 @@ def rehearse(
     TypeError
         If `program` is no function, or asks for the value of an element.
     ValueError
-        If the sizes are none, or a link is no pair of positive numbers of a dim.
+        If the sizes are none, a link is no pair of positive numbers of a dim, or the program sends something else when
+        it runs for another kind of rank.
     Exception
         The error that the program raises.
 
@@ -55,7 +56,8 @@ def rehearse(
     but no elements. A program that needs a number says what it is in a rehearsal: `loss.item(rehearsed=0.0)`. Plain
     arrays may take no memory either: `np.broadcast_to(np.float32(0), shape)`.
 
-    If shards have several lengths, the program runs once for each kind of rank. `from_local` takes balanced shards and
+    If shards have several lengths, the program runs once for each kind of rank, and must start anew each time: an
+    iterator from outside it would have ended. `from_local` takes balanced shards and
     needs their `shape`. A lookup by rows of a sharded table or by a mask takes as many elements as it can.
 
     Inside `reproducible` the program is rehearsed in that arithmetic.
@@ -81,7 +83,7 @@ def rehearse(
     first, shardings = _run(program, sizes, dict.fromkeys(sizes, 0))
     first.links = checked
     for coordinates in _other_kinds(sizes, shardings):
-        _take_most(first, _run(program, sizes, coordinates)[0])
+        _take_most(first, _run(program, sizes, coordinates)[0], coordinates)
     return first
 
 
@@ -109,12 +111,26 @@ def _checked_links(links: Mapping[str, tuple[float, float]], sizes: Mapping[str,
     return found
 
 
-def _take_most(most: Rehearsal, other: Rehearsal) -> None:
-    """Let each collective, and each kind of memory, have the bytes of the rank that has more."""
-    if [replace(event, bytes=0) for event in most.events] != [replace(event, bytes=0) for event in other.events]:
-        raise ValueError("the program runs other operations on other ranks, so that these would wait for each other")
+def _take_most(most: Rehearsal, other: Rehearsal, at: Coordinates) -> None:
+    """Let each collective, and each kind of memory, have the bytes of the rank that has more; `other` ran at `at`."""
+    for index, (a, b) in enumerate(zip_longest(most.events, other.events)):
+        if a is None or b is None or replace(a, bytes=b.bytes) != b:
+            raise ValueError(
+                "the program ran once for each kind of rank, and sent something else at "
+                f"{_text_of_place(at)} than at {_text_of_place(dict.fromkeys(at, 0))}: collective {index + 1} is "
+                f"{_text_of_event(b)} rather than {_text_of_event(a)}. It must start anew in each run, not go on with "
+                "an iterator, say, from outside, and must send the same on every rank"
+            )
     most.events[:] = [max(pair, key=_bytes) for pair in zip(most.events, other.events, strict=True)]
     most.memory |= {purpose: max(size, other.memory[purpose]) for purpose, size in most.memory.items()}
+
+
+def _text_of_place(at: Coordinates) -> str:
+    return ", ".join(f"{dim}={index}" for dim, index in at.items())
+
+
+def _text_of_event(event: Event | None) -> str:
+    return f"the {event.collective} of {event.operation} over {event.over}" if event else "none"
 
 
 def _bytes(event: Event) -> int:

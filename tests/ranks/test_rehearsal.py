@@ -194,7 +194,7 @@ def sharded(mesh: Mesh, *shape: int) -> DistArray:
         (
             lambda mesh: sharded(mesh, 4).redistribute(data=pce.Replicate()) if mesh.rank else sharded(mesh, 4),
             ValueError,
-            "other operations on other ranks",
+            r"at data=1 than at data=0: collective 1 is the all_gather of redistribute over data rather than none",
         ),
     ],
 )
@@ -246,6 +246,17 @@ def test_norm_of_gradients_is_finite_and_the_same_on_all_ranks(exact):
     with pce.reproducible(exact):
         assert pce.rehearse(program, {"data": 3}).count(operation="SGD", purpose=None)
     assert norms == [1.0, 1.0]
+
+
+def test_program_that_keeps_state_between_runs_is_told_so():
+    batches = iter([5, 5])
+
+    def program(mesh: Mesh) -> None:
+        for rows in batches:
+            sharded(mesh, rows).full()
+
+    with pytest.raises(ValueError, match=r"is none rather than .* of full over data\. It must start anew in each run"):
+        pce.rehearse(program, {"data": 3})
 
 
 def test_most_bytes_of_any_rank_are_reported():
