@@ -84,9 +84,16 @@ class Hollow(np.ndarray[Any, Any]):
         found = super().reshape(*shape, **options)
         if self.block is None:
             return found
-        if not self.ordered:
+        if not self.ordered and found.shape != self.shape:
             return hollow(found.shape, found.dtype)
-        found.ordered = True
+        found.ordered = self.ordered
+        return found
+
+    def transpose(self, *axes: Any) -> Any:
+        """Return a view with other axes first."""
+        found: Any = super().transpose(*axes)
+        if self.block is not None and self.ordered:
+            found.ordered = _in_order(self.shape, lambda x: x.transpose(*axes))
         return found
 
     def squeeze(self, *axes: Any, **options: Any) -> Any:
@@ -115,7 +122,8 @@ class Hollow(np.ndarray[Any, Any]):
 
     item = tolist = _value
     tobytes = _value  # type: ignore[assignment]  # it never returns
-    __bool__ = __int__ = __float__ = __index__ = __contains__ = _value
+    __bool__ = __int__ = __float__ = __index__ = __contains__ = __format__ = _value
+    __str__ = __repr__
 
 
 def hollow(shape: int | Sequence[int], dtype: Any = np.float64) -> Hollow:
@@ -131,6 +139,13 @@ def enter(array: Any, purpose: str) -> None:
     """Count the memory of `array` for `purpose` in the open ledger; an array that is not hollow has elements."""
     if isinstance(array, Hollow) and array.block is not None:
         array.block.enter(purpose)
+
+
+def has_other_size(array: Any) -> bool:
+    """Return whether `array` is a view of memory that has another size."""
+    if isinstance(array, Hollow):
+        return array.block is not None and array.block.bytes != array.nbytes
+    return not array.flags.owndata and getattr(array.base, "size", 0) != array.size
 
 
 def _in_order(shape: tuple[int, ...], view: Callable[[Any], Any]) -> bool:

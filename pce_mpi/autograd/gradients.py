@@ -19,7 +19,7 @@ from pce_mpi.distributed.fingerprint import fingerprint_result
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.arithmetic import current, reset_current, set_current
-from pce_mpi.hollow import enter
+from pce_mpi.hollow import enter, has_other_size
 
 _ONE_PLACEMENT = "gradients that add up have one placement"
 
@@ -84,7 +84,7 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
     if before is not None:
         old = _placed_as(before, destination, _ONE_PLACEMENT)
         local = array_namespace(local).asarray(old.local + local)  # NumPy's sum of 0-d arrays is a scalar
-    elif not local.flags.owndata and getattr(local.base, "size", 0) != local.size:
+    elif has_other_size(local):
         local = local.copy()  # a view would keep the whole array in memory
     enter(local, "gradients")
     leaf.grad = DistArray(local, leaf.mesh, destination)

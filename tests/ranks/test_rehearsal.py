@@ -168,6 +168,21 @@ def test_tape_holds_the_bytes_that_were_rehearsed(comm, monkeypatch, program):
     assert found["gradients"] >= max(each["gradients"] for each in everyones)
 
 
+def test_gradient_that_is_broadcast_takes_memory_of_its_own():
+    def program(mesh: Mesh) -> None:
+        pce.mean(pce.distribute(np.ones((64, 64), np.float32), mesh, requires_grad=True)).backward()
+
+    assert pce.rehearse(program, {"data": 2}).memory["gradients"] == 64 * 64 * 4
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_logsumexp_keeps_no_copy_of_matrix(axis):
+    def program(mesh: Mesh) -> None:
+        pce.logsumexp(pce.distribute(np.ones((64, 256), np.float32), mesh, requires_grad=True), axis=axis)
+
+    assert pce.rehearse(program, {"data": 2}).memory["tape"] < 64 * 256 * 4
+
+
 # What a rehearsal refuses, and what it is told
 
 
@@ -180,6 +195,7 @@ def sharded(mesh: Mesh, *shape: int) -> DistArray:
     [
         (lambda mesh: pce.sum(sharded(mesh, 5)).item(), TypeError, "rehearsed=0.0"),
         (lambda mesh: float(pce.sum(sharded(mesh, 5))), TypeError, "rehearsed=0.0"),
+        (lambda mesh: f"{pce.sum(sharded(mesh, 5)).full():.3f}", TypeError, "rehearsed=0.0"),
         (lambda mesh: sharded(mesh, 5)[sharded(mesh, 5) > 0], TypeError, "may depend on elements"),
         (lambda mesh: pce.save("file", {"x": sharded(mesh, 5)}), TypeError, "none are saved"),
         (lambda mesh: pce.load("file", mesh), TypeError, "none are saved or loaded"),
