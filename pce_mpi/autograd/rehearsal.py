@@ -98,7 +98,10 @@ def _run(program: Callable[[Mesh], object], sizes: dict[str, int], at: Coordinat
 
 def _checked_links(links: Mapping[str, tuple[float, float]], sizes: Mapping[str, int]) -> dict[str, Link]:
     needed = [dim for dim, size in sizes.items() if size > 1]
-    if not isinstance(links, Mapping) or (links and not set(needed) <= set(links) <= set(sizes)):
+    for dim in links if isinstance(links, Mapping) else ():
+        if dim not in sizes:
+            raise ValueError(f"there is no dim {dim} to link: the mesh has {', '.join(sizes)}")
+    if not isinstance(links, Mapping) or (links and not set(needed) <= set(links)):
         raise ValueError(f"links must have a latency and a bandwidth for each of {', '.join(needed)}, got {links!r}")
     found = {}
     for dim, link in links.items():

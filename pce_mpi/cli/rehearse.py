@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 import runpy
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from pce_mpi.autograd.rehearsal import rehearse
@@ -25,7 +26,7 @@ A file has a function `program`, or another that is named, which takes a mesh an
 
 The table has, for the rank that puts in most, the calls and the bytes of each phase, cause and dim. A link for every
 dim, as `bench --collectives` measures it, adds estimated seconds. PCE_MPI_REPRODUCIBLE=1 rehearses that arithmetic.
-Exit status: 0; 2 if the program cannot be loaded, or raises ValueError or TypeError."""
+Exit status: 0; 2 if the program cannot be loaded, or raises an error, which is shown with the program's line."""
     parser.add_argument("program", metavar="FILE[:FUNCTION]", help="a file of Python, and the function in it")
     parser.add_argument(
         "--mesh", type=mesh_sizes, required=True, metavar="DIM=N,...", help="dims and sizes, such as data=512,model=8"
@@ -52,8 +53,10 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         if found is None:
             raise ValueError(f"{path} has no function {name!r}: name one as in {path}:FUNCTION")
         trace = rehearse(found, options.mesh, links=dict(options.link))
-    except (ImportError, OSError, SyntaxError, TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except Exception as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        told = f"{path}:{own[-1].lineno}: {own[-1].line}\n{type(error).__name__}: {error}" if own else error
+        print(f"error: {told}", file=sys.stderr)
         return 2
     if options.json:
         head, *rows = trace.rows()

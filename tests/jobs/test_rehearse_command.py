@@ -23,6 +23,9 @@ def program(mesh):
 
 def stops(mesh):
     pce.distribute(np.ones(1), mesh).item()
+
+def looks_up(mesh):
+    return {}['key']
 """
 COMMAND = ["-m", "pce_mpi", "rehearse"]
 
@@ -68,6 +71,8 @@ def test_rehearse_takes_step_of_large_transformer():
         (["missing.py", "--mesh", "data=2"], "No such file"),
         (["{}:missing", "--mesh", "data=2"], "has no function 'missing'"),
         (["{}:stops", "--mesh", "data=2"], "rehearsed=0.0"),
+        (["{}:stops", "--mesh", "data=2"], "own.py:14: pce.distribute(np.ones(1), mesh).item()\nTypeError: hollow"),
+        (["{}:looks_up", "--mesh", "data=2"], "own.py:17: return {}['key']\nKeyError: 'key'"),
         (["{}", "--mesh", "model=2"], "the mesh has no dim 'data'"),
         (["{}"], "required: --mesh"),
         (["{}", "--mesh", "=2"], "such as data=512,model=8"),
@@ -75,7 +80,7 @@ def test_rehearse_takes_step_of_large_transformer():
         (["{}", "--mesh", "data=0"], "from 1 up"),
         (["{}", "--mesh", "data=2", "--link", "data=1"], "a number above 0"),
         (["{}", "--mesh", "data=2", "--link", "1,1"], "such as data=5e-6,1e10"),
-        (["{}", "--mesh", "data=2", "--link", "model=1,1"], "for each of data"),
+        (["{}", "--mesh", "data=2", "--link", "model=1,1"], "there is no dim model"),
         (["{}", "--mesh", "data=2", "--arguments", "'"], "words as for a shell"),
     ],
 )
