@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise, product, zip_longest
 import math
@@ -143,9 +143,12 @@ def _bytes(event: Event) -> int:
 def _other_kinds(sizes: dict[str, int], shardings: set[Sharding]) -> Iterator[dict[str, int]]:
     """Yield the coordinates of one rank of each kind but that at the origin: ranks of a kind have equal shapes."""
     uneven = [sharding for sharding in shardings if not _is_even(sharding)]
-    dims = {dim for sharding in uneven for axis in range(len(sharding.shape)) for dim in sharding.dims_of(axis)}
+    starts = {dim: {0} for dim in sizes}
+    for sharding in uneven:
+        for dim, places in _starts(sharding):
+            starts[dim].update(places)
     known: set[tuple[Any, ...]] = set()
-    for place in product(*(range(size if dim in dims else 1) for dim, size in sizes.items())):
+    for place in product(*map(sorted, starts.values())):
         at = dict(zip(sizes, place, strict=True))
         kind = tuple(_held(sharding, at) for sharding in uneven)
         if known and kind not in known:
@@ -153,15 +156,29 @@ def _other_kinds(sizes: dict[str, int], shardings: set[Sharding]) -> Iterator[di
         known.add(kind)
 
 
+def _starts(sharding: Sharding) -> Iterator[tuple[str, Iterable[int]]]:
+    """Yield, for each dim that shards an axis, where shards of another kind may start: the longer ones come first."""
+    balanced = _is_balanced(sharding)
+    for axis, length in enumerate(sharding.shape):
+        lengths = {length}
+        for dim in sharding.dims_of(axis):
+            size = sharding.sizes[dim]
+            yield dim, {each % size for each in lengths} if balanced else range(size)
+            lengths = {part for each in lengths for part in (each // size, -(-each // size))}
+
+
 def _is_even(sharding: Sharding) -> bool:
     """Tell whether the shards of each axis have one length."""
     return all(points is None or len({b - a for a, b in pairwise(points)}) == 1 for points in sharding.splits)
 
 
-def _held(sharding: Sharding, at: Coordinates) -> Any:
-    """Return what decides how many bytes a rank moves: the shape of its shard; where shards end anywhere, its part."""
-    balanced = all(
+def _is_balanced(sharding: Sharding) -> bool:
+    return all(
         points is None or points == balanced_splits(sharding.shape[axis], sharding.sizes_along(axis))
         for axis, points in enumerate(sharding.splits)
     )
-    return sharding.local_shape(at) if balanced else str(sharding.slices(at))
+
+
+def _held(sharding: Sharding, at: Coordinates) -> Any:
+    """Return what decides how many bytes a rank moves: the shape of its shard; where shards end anywhere, its part."""
+    return sharding.local_shape(at) if _is_balanced(sharding) else str(sharding.slices(at))

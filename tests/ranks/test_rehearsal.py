@@ -5,6 +5,7 @@ A rehearsal has the bytes of the rank that puts in most, so these are compared w
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 import math
 from typing import Any
 from weakref import finalize
@@ -281,6 +282,35 @@ def test_most_bytes_of_any_rank_are_reported():
     # The middle shards have all the rows of x[2:7]: of 9 rows over 3 ranks they have 1, 3 and 1.
     trace = pce.rehearse(lambda mesh: sharded(mesh, 9)[2:7].full(), {"data": 3})
     assert [event.bytes for event in trace.select("all_gather")] == [3 * 8]
+
+
+@pytest.mark.parametrize("dims", [{"a": 4, "b": 3}, {"a": 3, "b": 5}, {"a": 1, "b": 2, "c": 4}])
+@pytest.mark.parametrize("shape", [(7, 11), (10, 2), (17, 23)])
+def test_program_runs_once_for_each_pair_of_shapes(dims, shape):
+    seen = []
+
+    def program(mesh: Mesh) -> None:
+        x = pce.distribute(np.ones(shape), mesh, **dict.fromkeys(dims, Shard(0)))
+        y = pce.distribute(np.ones(shape[::-1]), mesh, **dict.fromkeys(dims, Shard(0)))
+        seen.append((x.local.shape, y.local.shape))
+        shardings.extend([x.sharding, y.sharding])
+
+    shardings: list[Any] = []
+    pce.rehearse(program, dims)
+    x, y, *_ = shardings
+    places = [dict(zip(dims, place, strict=True)) for place in product(*map(range, dims.values()))]
+    assert seen == list(dict.fromkeys((x.local_shape(at), y.local_shape(at)) for at in places))
+
+
+def test_large_mesh_with_shards_of_several_lengths_takes_few_runs():
+    places = []
+
+    def program(mesh: Mesh) -> None:
+        pce.distribute(np.broadcast_to(np.float32(0), (2049, 4099)), mesh, a=Shard(0), b=Shard(1))
+        places.append((mesh.coordinates["a"], mesh.coordinates["b"]))
+
+    pce.rehearse(program, {"a": 1024, "b": 2048})
+    assert places == [(0, 0), (0, 3), (1, 0), (1, 3)]
 
 
 def test_seconds_follow_from_latency_and_bandwidth():
