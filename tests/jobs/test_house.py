@@ -461,7 +461,6 @@ ASK_ABOUT_MEMORY |= {
     "comm/buffers.py",
     "hollow.py",
     "autograd/apply.py",
-    "autograd/gradients.py",
     "ops/numpy_protocol.py",
     "optim/optimizer.py",
     "exact/products.py",

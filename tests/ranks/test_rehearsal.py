@@ -169,7 +169,7 @@ def test_tape_holds_the_bytes_that_were_rehearsed(comm, monkeypatch, program):
     assert found["gradients"] >= max(each["gradients"] for each in everyones)
 
 
-def test_gradient_that_is_broadcast_takes_memory_of_its_own():
+def test_broadcast_gradient_takes_its_own_memory():
     def program(mesh: Mesh) -> None:
         pce.mean(pce.distribute(np.ones((64, 64), np.float32), mesh, requires_grad=True)).backward()
 
@@ -252,7 +252,7 @@ def test_program_gives_numbers_and_arrays_of_its_own():
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["plain", "reproducible"])
-def test_norm_of_gradients_is_finite_and_the_same_on_all_ranks(exact):
+def test_norm_is_finite_on_all_ranks(exact):
     norms = []
 
     def program(mesh: Mesh) -> None:
@@ -267,7 +267,7 @@ def test_norm_of_gradients_is_finite_and_the_same_on_all_ranks(exact):
     assert norms == [1.0, 1.0]
 
 
-def test_program_that_keeps_state_between_runs_is_told_so():
+def test_program_that_keeps_state_is_told_so():
     batches = iter([5, 5])
 
     def program(mesh: Mesh) -> None:
@@ -286,23 +286,22 @@ def test_most_bytes_of_any_rank_are_reported():
 
 @pytest.mark.parametrize("dims", [{"a": 4, "b": 3}, {"a": 3, "b": 5}, {"a": 1, "b": 2, "c": 4}])
 @pytest.mark.parametrize("shape", [(7, 11), (10, 2), (17, 23)])
-def test_program_runs_once_for_each_pair_of_shapes(dims, shape):
-    seen = []
+def test_program_runs_for_each_pair_of_shapes(dims, shape):
+    seen, shardings = list[Any](), list[Any]()
+    sharded_by: dict[str, Any] = dict.fromkeys(dims, Shard(0))
 
     def program(mesh: Mesh) -> None:
-        x = pce.distribute(np.ones(shape), mesh, **dict.fromkeys(dims, Shard(0)))
-        y = pce.distribute(np.ones(shape[::-1]), mesh, **dict.fromkeys(dims, Shard(0)))
+        x, y = (pce.distribute(np.ones(each), mesh, **sharded_by) for each in (shape, shape[::-1]))
         seen.append((x.local.shape, y.local.shape))
         shardings.extend([x.sharding, y.sharding])
 
-    shardings: list[Any] = []
     pce.rehearse(program, dims)
     x, y, *_ = shardings
     places = [dict(zip(dims, place, strict=True)) for place in product(*map(range, dims.values()))]
     assert seen == list(dict.fromkeys((x.local_shape(at), y.local_shape(at)) for at in places))
 
 
-def test_large_mesh_with_shards_of_several_lengths_takes_few_runs():
+def test_uneven_shards_of_large_mesh_take_few_runs():
     places = []
 
     def program(mesh: Mesh) -> None:
