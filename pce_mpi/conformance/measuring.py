@@ -90,7 +90,8 @@ class Judge:
         self._errors: dict[str, Array] = {}
         self._gradients: dict[str, Accuracy] = {}
         self._wrong_gradient = np.zeros(recording.rows, np.bool_)
-        self._divisor = self._divisor_of_mean() if recording.reduction == "mean" else 1.0
+        of_mean = recording.reduction == "mean" and self._names[0] == "loss"
+        self._divisor = self._divisor_of_mean() if of_mean else 1.0
 
     def run(self) -> Iterator[int]:
         """Measure the errors of all rows; yield now and then how many are done."""

@@ -227,7 +227,7 @@ class Recording:
         if not self.rows or (head and not self.splits[-1]):
             self._refuse(f"it has {self.rows} rows and {self.splits[-1]} classes")
         self.dtype = self._first.dtype(head) if head else np.dtype(np.float32)
-        by_shape = "none" if self._first.arrays.get("loss") == self.rows_shape else "mean"
+        by_shape = "none" if self._first.arrays.get("loss", self.rows_shape) == self.rows_shape else "mean"
         self.reduction = self.options.get("reduction", by_shape)
         if self.has("loss") and self.rows_shape and (self.reduction == "none") != (by_shape == "none"):
             shape = self._first.arrays["loss"]

@@ -148,6 +148,20 @@ def test_options_that_exclude_each_other_are_refused(tmp_path, capsys):
     assert f"error: {tmp_path}: probability targets" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["log_prob", "entropy"])
+@pytest.mark.parametrize("options", [{}, {"reduction": "mean"}], ids=["", "mean of a loss"])
+def test_gradient_of_numbers_of_rows_is_not_divided(tmp_path, name, options):
+    """It is that of their sum, as the recorder has it; a mean is one of losses."""
+    logits, targets = drawn()
+    statistics = dense.class_statistics(logits, targets)
+    gradient = dense.class_statistics_backward(logits, targets, **{name: np.ones(ROWS)})
+    shared = {"targets": targets, name: getattr(statistics, name).astype(np.float32)}
+    folder = write(
+        tmp_path / "x", shared=shared, shards={"logits": logits, "gradient": gradient.astype(np.float32)}, **options
+    )
+    assert status(folder) == 0
+
+
 def test_entropy_alone_needs_no_gradient(tmp_path, capsys):
     logits, targets = drawn()
     entropy = dense.class_statistics(logits).entropy.astype(np.float32)
