@@ -333,7 +333,7 @@ def test_head_of_the_documentation_is_diagnosed_as_shown(comm, started, monkeypa
     assert failures(candidate, comm, pattern=[*FEW[:2], "product", "chunk-borders", "accumulated-dw"]) == {}
 
 
-@pytest.mark.sizes(2)
+@pytest.mark.sizes(3)
 def test_sum_of_what_ranks_compute_alike_is_named(comm, started):
     _, bare = policy()
     once_more = bare.SumOverRanks.apply
@@ -341,7 +341,7 @@ def test_sum_of_what_ranks_compute_alike_is_named(comm, started):
     candidate = started(adapted("torch-shards", offers(kind="kl")(bare.kl)))
     (case,) = cases(candidate, pattern="random-logits/float32")
     text = run_case(candidate, case, comm).findings[0].text
-    assert text.startswith("the gradient is 2 times too large: it is summed over the ranks once more")
+    assert text.startswith("the gradient is 3 times too large: it is summed over the ranks once more")
 
 
 def test_step_of_the_documentation_is_judged_as_said(comm, started):
