@@ -38,7 +38,8 @@ chmod +x "$folder/launcher"
         [[ ! -e $folder/kill ]] || ip netns pids host2 | xargs -r kill -KILL
     done
 ) &
-trap 'kill %1' EXIT
+# A rank behind a link that is down waits for the launcher, which has gone.
+trap 'kill %1; { ip netns pids host1; ip netns pids host2; } | xargs -r kill -KILL' EXIT
 
 command=("$mpiexec" -launcher ssh -launcher-exec "$folder/launcher" -hosts 10.77.0.1,10.77.0.2
     -n $((2 * per_host)) -ppn "$per_host" "$@")
