@@ -162,6 +162,13 @@ def test_gradient_of_numbers_of_rows_is_not_divided(tmp_path, name, options):
     assert status(folder) == 0
 
 
+def test_gradient_alone_is_that_of_a_sum(tmp_path):
+    logits, targets = drawn()
+    _, gradient = dense.softmax_cross_entropy_value_and_grad(logits, targets, reduction="sum")
+    shards = {"logits": logits, "gradient": gradient.astype(np.float32)}
+    assert status(write(tmp_path, shared={"targets": targets}, shards=shards)) == 0
+
+
 def test_entropy_alone_needs_no_gradient(tmp_path, capsys):
     logits, targets = drawn()
     entropy = dense.class_statistics(logits).entropy.astype(np.float32)
