@@ -24,7 +24,9 @@ from pce_mpi.loss.truncation import Limits, nucleus_of
 
 Array = np.ndarray[Any, Any]
 
-PARTS = ("head", "temperature", "kept mass", "padded classes", "rest")
+# The options of the second recording that have a part.
+_READ = {"logits_dtype", "logit_scale", "num_classes", *Limits._fields}
+PARTS = ("head", "temperature", "padded classes", "kept mass", "rest")
 
 
 class Differences:
@@ -40,6 +42,9 @@ class Differences:
         for recording in (first, second):
             if not recording.has("log_prob") or recording.targets is None:
                 raise ValueError(f"{recording.path}: differences need a log_prob of targets that are class numbers")
+        for name, value in second.options.items():
+            if name not in _READ and first.options.get(name) != value:
+                raise ValueError(f"{second.path}: {name} = {value} is not an option of {first.path}, and has no part")
         self.targets: Array = np.asarray(first.targets)
         if not np.array_equal(self.targets, np.asarray(second.targets)):
             raise ValueError(f"{second.path}: its targets are not those of {first.path}")

@@ -192,6 +192,8 @@ class Recording:
             self._refuse(f"it has {' and '.join(sorted(heads))}, where logits, or hidden and w, are expected", path)
         if "hidden" in names and "gradient" in names:
             self._refuse("a gradient is that of logits, and it has hidden and w in their place", path)
+        if file.arrays.get("hidden") == ():
+            self._refuse("hidden has shape (), where (..., features) is due", path)
         for name in names:
             try:
                 floating = is_floating(file.dtype(name))
@@ -217,7 +219,7 @@ class Recording:
             due = {"logits": whole, "gradient": whole, "hidden": (*self.rows_shape, *features), "w": (*features, local)}
             due |= {"weight": (local,), "targets": whole if probabilities else self.rows_shape}
             for name, shape in file.arrays.items():
-                if name == "loss" and shape == ():
+                if name == "loss" and shape in ((), (1,)):
                     continue
                 if shape != due.get(name, self.rows_shape):
                     text = f"{name} has shape {shape} on rank {rank}, where {due.get(name, self.rows_shape)} is due"

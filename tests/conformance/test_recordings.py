@@ -331,6 +331,29 @@ def test_rollout_of_other_tokens_is_refused(tmp_path, capsys):
     assert "its targets are not those of" in capsys.readouterr().err
 
 
+def test_rollout_with_an_option_without_a_part_is_refused(tmp_path, capsys):
+    logits, targets = drawn()
+    shared = {"targets": targets, "log_prob": dense.class_statistics(logits, targets).log_prob}
+    write(tmp_path / "a", shared=shared, shards={"logits": logits})
+    write(tmp_path / "b", shared=shared, softcap=30.0)
+    assert status(tmp_path / "a", tmp_path / "b") == 2
+    assert "b: softcap = 30.0 is not an option of" in capsys.readouterr().err
+
+
+def test_loss_of_shape_1_is_a_number(tmp_path):
+    logits, targets = drawn()
+    loss = dense.softmax_cross_entropy(logits, targets).astype(np.float32)
+    write(tmp_path, shared={"targets": targets, "loss": loss.reshape(1)}, shards={"logits": logits})
+    assert status(tmp_path) == 0
+
+
+def test_hidden_without_axes_is_refused(tmp_path, capsys):
+    shared = {"targets": np.array(2), "hidden": np.float32(1.0), "loss": np.float32(1.0)}
+    write(tmp_path, shared=shared, shards={"w": np.ones(CLASSES, np.float32)})
+    assert status(tmp_path) == 2
+    assert "0.safetensors: hidden has shape ()" in capsys.readouterr().err
+
+
 def test_judge_shows_progress_and_status(tmp_path):
     good(tmp_path / "dump")
     run = complete([sys.executable, "-m", "pce_mpi", "judge", str(tmp_path / "dump")])
