@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 import math
 import re
@@ -76,6 +76,17 @@ def each_piece(work: Callable[[Array], T], all_rows: list[Array]) -> Iterator[tu
             pool.shutdown(cancel_futures=True)
 
 
+@dataclass(frozen=True, eq=False)
+class _OfProducts(Problem):
+    """A problem whose logits are rounded products; `sums` has the largest sum of each row, 0 where they are none."""
+
+    sums: Array | None = None
+
+    @property
+    def largest_sums(self) -> Array:
+        return np.zeros(self.rows) if self.sums is None else self.sums
+
+
 class Judge:
     """Judges a recording: first `run`, to its end, and then `judged`; `ValueError` if there is nothing to judge."""
 
@@ -87,6 +98,7 @@ class Judge:
         self._exact = {name: np.zeros(recording.rows) for name in self._names}
         self._upstream = {name: np.zeros(recording.rows) for name in self._names}
         self._products = np.zeros(recording.rows)
+        self._flips = {name: np.zeros(recording.rows) for name in self._names}
         self._errors: dict[str, Array] = {}
         self._gradients: dict[str, Accuracy] = {}
         self._wrong_gradient = np.zeros(recording.rows, np.bool_)
@@ -163,10 +175,11 @@ class Judge:
     def _measure(self, rows: Array) -> list[Accuracy]:
         """Fill in the exact numbers of some rows, and return the errors of their gradient."""
         recording = self._recording
-        logits = recording.logits(rows)
+        logits = products = recording.logits(rows)
         if recording.has("hidden"):
             hidden = recording.rows_of("hidden", rows)[0].astype(np.float64)
             self._products[rows] *= np.sqrt((hidden**2).sum(axis=-1))
+            logits = self._rounded_as_declared(products)
         accuracies = []
         for name in self._names:
             problem = self._problem(name, rows, logits)
@@ -175,12 +188,29 @@ class Judge:
             except (TypeError, ValueError) as error:  # options that exclude each other
                 raise ValueError(f"{recording.path}: {error}") from error
             self._exact[name][rows] = exact
+            if logits is not products:
+                self._flips[name][rows] = self._most_of_flips(name, problem, rows, products)
             terms = problem.options.keys() & {"weight", "label_smoothing", "z_loss"} or problem.with_probabilities
             sizes = problem.kind.sizes(Textbook.of(problem))[0] if terms else problem.valid
             self._upstream[name][rows] = sizes
             if gradient is not None:
                 accuracies = self._measured_gradient(problem, rows, exact, gradient)
         return accuracies
+
+    def _rounded_as_declared(self, logits: Array) -> Array:
+        """Return products as the head rounds them, if that is declared."""
+        dtype = self._recording.options.get("logits_dtype")
+        return logits if dtype is None else logits.astype(dtype_named(dtype)).astype(np.float64)
+
+    def _most_of_flips(self, name: str, problem: Problem, rows: Array, products: Array) -> Array:
+        """Return how much the numbers change where errors of products round logits to the other neighbour."""
+        scale = self._recording.options.get("logit_scale", 1.0)
+        arithmetic = compute_dtype_of(self._recording.dtype).name
+        error = (allowed(_USUAL, arithmetic) * ulp(self._products[rows] / scale, arithmetic))[:, None]
+        low, high = (self._rounded_as_declared(products + each) for each in (-error, error))
+        _, gradient = _exact(name, problem, True)
+        changes = (high - low)[:, : self._recording.classes]
+        return np.asarray(np.where(changes == 0.0, 0.0, np.abs(gradient) * np.expm1(changes)).sum(axis=-1))
 
     def _measured_gradient(self, problem: Problem, rows: Array, exact: Array, gradient: Array) -> list[Accuracy]:
         if problem.dloss is not None:
@@ -204,12 +234,12 @@ class Judge:
         got = recording.losses(name)
         arithmetic = compute_dtype_of(recording.dtype).name
         dtype = finest(coarsest(arithmetic, *(each.dtype.name for each in got)), recording.dtype.name)
-        products = self._products * upstream
+        floor, flips = ulp(np.maximum(1.0, self._products), arithmetic) * np.nan_to_num(upstream), self._flips[name]
         if name == "loss" and recording.reduction != "none":
-            exact, upstream, products = (each.sum() / self._divisor for each in (exact, upstream, products))
+            exact, floor, flips = (each.sum() / self._divisor for each in (exact, floor, flips))
         exact, limit = np.asarray(exact), np.full(np.shape(exact), allowed(_USUAL, dtype))
-        unit = np.maximum(ulp(exact, coarsest(dtype, arithmetic)), ulp(1.0, arithmetic) * np.nan_to_num(upstream))
-        unit = np.maximum(unit, ulp(products, arithmetic))
+        unit = np.maximum(ulp(exact, coarsest(dtype, arithmetic)), floor)
+        limit += flips / unit
         if exact.ndim == 0:
             limit += math.log2(recording.rows) * ulp(exact, arithmetic) / unit
         by_rank = np.stack([errors_in(each, exact, unit) for each in got])
@@ -237,16 +267,20 @@ class Judge:
         recording = self._recording
         rows = self._telling(name, wrong)
         logits = recording.logits(rows)
+        declared = recording.options.get("logits_dtype") if recording.has("hidden") else None
         natural = compute_dtype_of(recording.dtype)
         if recording.has("hidden"):
             if own is not None and (dtype := self._rounded(name, rows, logits)):
-                own.text = f"the logits are rounded to {dtype} before the softmax ({own.text})"
+                due = f", not to {declared}," if declared else ""
+                own.text = f"the logits are rounded to {dtype}{due} before the softmax ({own.text})"
                 return [own]
-            logits = logits.astype(natural)
+            logits = self._rounded_as_declared(logits).astype(natural)
         reduction = recording.reduction if name == "loss" else "none"
         # A mean or sum over all rows says nothing of some.
         alone = reduction != "none" and len(rows) < recording.rows
-        problem = self._problem(name, rows, logits, "none" if alone else reduction)
+        plain = self._problem(name, rows, logits, "none" if alone else reduction)
+        given = {each.name: getattr(plain, each.name) for each in fields(plain)}
+        problem = _OfProducts(**given, sums=self._products[rows])
         if recording.has(name) and not alone:
             losses = [each if each.ndim == 0 else each[rows] for each in recording.losses(name)]
         else:
@@ -276,7 +310,8 @@ class Judge:
         if name == "loss" and self._recording.reduction != "none":
             return None
         got = self._recording.losses(name)[0][rows].astype(np.float64)
-        for dtype in ("bfloat16", "float16"):
+        natural = compute_dtype_of(self._recording.dtype).name
+        for dtype in {"bfloat16", "float16", natural} - {self._recording.options.get("logits_dtype", natural)}:
             try:
                 rounded = logits.astype(dtype_named(dtype))
             except TypeError:

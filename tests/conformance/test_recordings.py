@@ -190,6 +190,26 @@ def test_head_that_rounds_its_logits_is_named(tmp_path):
         assert [text.partition(" (")[0] for text in texts] == (
             [] if name == "float32" else ["the logits are rounded to bfloat16 before the softmax"]
         )
+        folder = write(tmp_path / f"{name} declared", shared=shared, shards={"w": w}, logits_dtype="bfloat16")
+        texts = [each.text for each in judged(folder).findings]
+        assert [text.partition(" (")[0] for text in texts] == (
+            [] if name == "bfloat16" else ["the logits are rounded to float32, not to bfloat16, before the softmax"]
+        )
+
+
+def test_only_wrong_rows_of_products_are_named(tmp_path):
+    """One whose loss is small has a larger error in its own ulps."""
+    hidden, w = (30.0 * rng().standard_normal((*ROWS, 64))).astype(np.float32), rng().standard_normal((64, CLASSES))
+    w = w.astype(np.float32)
+    logits = hidden @ w
+    targets = logits.argmax(axis=-1)
+    loss = dense.softmax_cross_entropy(logits, targets, reduction="none")
+    loss[1, 0] += 0.5
+    write(tmp_path, shared={"hidden": hidden, "targets": targets, "loss": loss.astype(np.float32)}, shards={"w": w})
+    result = judged(tmp_path)
+    (text,) = [each.text for each in result.findings]
+    assert result.measured[0].wrong == 1 and "row (1, 0): " in text
+    assert f"{result.measured[0].accuracy.error:.3g} ulp" in text
 
 
 def test_differences_add_up_and_find_parts(tmp_path):
