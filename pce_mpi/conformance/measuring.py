@@ -208,7 +208,7 @@ class Judge:
         arithmetic = compute_dtype_of(self._recording.dtype).name
         error = (allowed(_USUAL, arithmetic) * ulp(self._products[rows] / scale, arithmetic))[:, None]
         low, high = (self._rounded_as_declared(products + each) for each in (-error, error))
-        _, gradient = _exact(name, problem, True)
+        gradient = np.asarray(_exact(name, problem, True)[1])
         changes = (high - low)[:, : self._recording.classes]
         return np.asarray(np.where(changes == 0.0, 0.0, np.abs(gradient) * np.expm1(changes)).sum(axis=-1))
 

@@ -351,7 +351,7 @@ def test_rollout_of_other_tokens_is_refused(tmp_path, capsys):
     assert "its targets are not those of" in capsys.readouterr().err
 
 
-def test_rollout_with_an_option_without_a_part_is_refused(tmp_path, capsys):
+def test_rollout_option_without_part_is_refused(tmp_path, capsys):
     logits, targets = drawn()
     shared = {"targets": targets, "log_prob": dense.class_statistics(logits, targets).log_prob}
     write(tmp_path / "a", shared=shared, shards={"logits": logits})
