@@ -42,6 +42,8 @@ _USUAL = Tolerance()
 _LOGITS, _PRODUCTS = MANY, 2**23
 # Rounded logits explain numbers that are this much closer to theirs than to the exact ones.
 _CLOSER = 8.0
+# What the kit says of a function is said of a tensor.
+_DECLARED = re.compile(r'declared by @offers\(kind="(loss|log_prob|entropy)"(?:, reductions=\("none",\))?\)')
 
 
 class Measured(NamedTuple):
@@ -289,7 +291,7 @@ class Judge:
         answers = [Answer(loss, shard) for loss, shard in zip(losses, shards, strict=True)]
         findings = judge(problem, answers, _USUAL).findings
         for finding in findings:
-            finding.text = self._renamed(finding.text, rows)
+            finding.text = _DECLARED.sub(r"recorded as \1", self._renamed(finding.text, rows))
         return [own, *findings] if own is not None and (alone or not findings) else findings
 
     def _telling(self, name: str, wrong: Array) -> Array:

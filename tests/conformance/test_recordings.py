@@ -374,6 +374,13 @@ def test_hidden_without_axes_is_refused(tmp_path, capsys):
     assert "0.safetensors: hidden has shape ()" in capsys.readouterr().err
 
 
+def test_opposite_sign_is_told_in_words_of_files(tmp_path):
+    logits, targets = drawn()
+    loss = dense.class_statistics(logits, targets).log_prob
+    write(tmp_path, shared={"targets": targets, "loss": loss}, shards={"logits": logits})
+    assert "a log-probability is recorded as log_prob (" in judged(tmp_path).findings[0].text
+
+
 def test_judge_shows_progress_and_status(tmp_path):
     good(tmp_path / "dump")
     run = complete([sys.executable, "-m", "pce_mpi", "judge", str(tmp_path / "dump")])
