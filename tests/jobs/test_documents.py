@@ -231,7 +231,7 @@ def test_changelog_begins_with_this_version():
     ("name", "form"),
     [
         ("CITATION.cff", r"^version: (\S+)$"),
-        ("conda/recipe.yaml", r'^  version: "(\S+)"$'),
+        (".ci/recipe.yaml", r'^  version: "(\S+)"$'),
         ("docs/conformance.md", r"uses: OWNER/pce_mpi@v(\S+)$"),
     ],
 )

@@ -499,13 +499,16 @@ PERSONAL_PATH = re.compile(r"(?<![\w.~}])/(home|Users|root|work|workspace|mnt|sc
 
 TOP_LEVEL = [
     ".ci",
+    ".github",
     ".gitignore",
+    ".pre-commit-config.yaml",
     "CHANGELOG.md",
     "CITATION.cff",
     "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "README.md",
+    "action.yml",
     "benchmarks",
     "docs",
     "examples",
