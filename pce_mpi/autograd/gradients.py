@@ -20,6 +20,7 @@ from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.arithmetic import current, reset_current, set_current
 from pce_mpi.hollow import enter, has_other_size
+from pce_mpi.ledger import open_ledger
 
 _ONE_PLACEMENT = "gradients that add up have one placement"
 
@@ -86,7 +87,8 @@ def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
         local = array_namespace(local).asarray(old.local + local)  # NumPy's sum of 0-d arrays is a scalar
     elif has_other_size(local):
         local = local.copy()  # a view would keep the whole array in memory
-    enter(local, "gradients")
+    if open_ledger() is not None:
+        enter(local, "gradients")
     leaf.grad = DistArray(local, leaf.mesh, destination)
 
 

@@ -27,7 +27,7 @@ class Link(NamedTuple):
 
 
 class Rehearsal(Trace):
-    """What a program would send and keep on a mesh; `rehearse` makes one.
+    """A rehearsal shows what a program would send and keep on a mesh; `rehearse` makes one.
 
     It is a `Trace` whose events have the bytes of the rank that puts in most. `print` shows a table by phase, cause and
     dim, and the memory of a rank.

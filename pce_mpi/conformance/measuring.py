@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 import math
 import re
@@ -79,14 +79,15 @@ def each_piece(work: Callable[[Array], T], all_rows: list[Array]) -> Iterator[tu
 
 
 @dataclass(frozen=True, eq=False)
-class _OfProducts(Problem):
-    """A problem whose logits are rounded products; `sums` has the largest sum of each row, 0 where they are none."""
+class _Piece(Problem):
+    """Some rows of a recording; `sums` has the largest sum in the products of each, 0 where logits are recorded."""
 
-    sums: Array | None = None
+    sums: Array = field(default_factory=lambda: np.zeros(0))
 
     @property
     def largest_sums(self) -> Array:
-        return np.zeros(self.rows) if self.sums is None else self.sums
+        """As of `Problem`, whose factors need not be in memory here."""
+        return self.sums
 
 
 class Judge:
@@ -162,7 +163,7 @@ class Judge:
         else:
             targets = recording.targets[rows]
         reduced = reduction == "none" and self._divisor != 1.0
-        return Problem(
+        return _Piece(
             logits=logits[:, : recording.classes],
             targets=targets,
             splits=tuple(min(split, recording.classes) for split in recording.splits),
@@ -171,6 +172,7 @@ class Judge:
             reduction=reduction,
             conventions={"smoothing": recording.options.get("smoothing", "all")},
             dloss=np.full(len(rows), np.float64(1.0) / self._divisor) if reduced else None,
+            sums=self._products[rows],
         )
 
     @np.errstate(all="ignore")
@@ -280,9 +282,7 @@ class Judge:
         reduction = recording.reduction if name == "loss" else "none"
         # A mean or sum over all rows says nothing of some.
         alone = reduction != "none" and len(rows) < recording.rows
-        plain = self._problem(name, rows, logits, "none" if alone else reduction)
-        given = {each.name: getattr(plain, each.name) for each in fields(plain)}
-        problem = _OfProducts(**given, sums=self._products[rows])
+        problem = self._problem(name, rows, logits, "none" if alone else reduction)
         if recording.has(name) and not alone:
             losses = [each if each.ndim == 0 else each[rows] for each in recording.losses(name)]
         else:
@@ -313,7 +313,10 @@ class Judge:
             return None
         got = self._recording.losses(name)[0][rows].astype(np.float64)
         natural = compute_dtype_of(self._recording.dtype).name
-        for dtype in {"bfloat16", "float16", natural} - {self._recording.options.get("logits_dtype", natural)}:
+        declared = self._recording.options.get("logits_dtype", natural)
+        for dtype in ("bfloat16", "float16", natural):
+            if dtype == declared:
+                continue
             try:
                 rounded = logits.astype(dtype_named(dtype))
             except TypeError:

@@ -18,6 +18,7 @@ from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Finding
 from pce_mpi.conformance.problems import Problem, stored
 from pce_mpi.conformance.results import BadResult, gradients_of, results_of
+from pce_mpi.conformance.texts import meant
 from pce_mpi.memory import shares_memory
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ Array = np.ndarray[Any, Any]
 
 
 _NTH = ("first", "second")
-_OVERWRITES = "@offers(overwrites_logits=True)"
 
 
 @dataclass
@@ -148,7 +148,7 @@ class _Call:
         results = {"the gradient" if name == "dlogits" else name: each for name, each in self.gradients.items()}
         free = set() if self._trial.watches_logits and not self._offer.overwrites_logits else {"logits"}
         for name, watched in self._watched.items():
-            declared = f"; where that is meant, declare it: {_OVERWRITES}" * (name == "logits")
+            declared = f"; {meant(overwrites_logits=True)}" * (name == "logits")
             if name not in free and watched.changed():
                 were = "were" if name[-1] == "s" else "was"
                 self._trial.find("inputs modified", f"{name} {were} modified{declared}")

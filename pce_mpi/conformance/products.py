@@ -11,12 +11,11 @@ from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.comparing import Compared, errors_in
 from pce_mpi.conformance.outcomes import Accuracy, Finding
 from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.texts import meant
 from pce_mpi.conformance.units import Tolerance, Units, allowed, ulp
 from pce_mpi.exact.products import product
 
 Array = np.ndarray[Any, Any]
-
-_MEANT = "where that is meant, declare it: @offers(dhidden="
 
 
 def of_products(problem: Problem, answers: Sequence[Mapping[str, Array]], tolerance: Tolerance) -> list[Product]:
@@ -100,9 +99,11 @@ class Product(Compared):
         if self._name != "dhidden" or ranks == 1:
             return None
         if len(self._got) == 1:
-            text = f'dhidden is {ranks} times too large: each rank has the sum over all ranks; {_MEANT}"summed")'
+            text = (
+                f"dhidden is {ranks} times too large: each rank has the sum over all ranks; {meant(dhidden='summed')}"
+            )
             return text if self._is(np.broadcast_to(self._exact, self._each.shape)) else None
-        text = f'dhidden is of each rank\'s own classes: it is not summed over the ranks; {_MEANT}"partial")'
+        text = f"dhidden is of each rank's own classes: it is not summed over the ranks; {meant(dhidden='partial')}"
         return text if self._is(self._parts) else None
 
     def _is(self, numbers: Array) -> bool:

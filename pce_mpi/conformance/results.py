@@ -10,8 +10,8 @@ from pce_mpi.arrays import as_array
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.terms import Gradient
+from pce_mpi.conformance.texts import meant
 
-_MEANT = "where that is meant, declare it: "
 _TWO = (
     'where they are log-probabilities and entropies, write a function for each: @offers(kind="log_prob") for one that '
     'returns the first, @offers(kind="entropy"), without targets, for one that returns the second'
@@ -36,7 +36,7 @@ def results_of(returned: Any, offer: Offer, problem: Problem, given: Mapping[str
     count = len(problem.gradients)
     due = {Gradient.NONE: "the loss alone", Gradient.VALUE: f"(loss, {names})"}.get(offer.gradient, "(loss, backward)")
     if form is not None and form is not offer.gradient:
-        raise BadResult(f'{due} is due, got {described(returned)}; {_MEANT}@offers(gradient="{form}")')
+        raise BadResult(f"{due} is due, got {described(returned)}; {meant(gradient=form.value)}")
     pair = isinstance(returned, tuple | list) and len(returned) == 2
     if pair and form is None and None is not _shape(returned[0]) == _shape(returned[1]):
         raise BadResult(f"{due} is due, got {described(returned)} of one shape; {_TWO}")

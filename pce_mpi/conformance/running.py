@@ -35,6 +35,7 @@ from pce_mpi.conformance.problems import PRODUCTS, Problem
 from pce_mpi.conformance.procedures import PROCEDURES, Trial
 from pce_mpi.conformance.results import BadResult
 from pce_mpi.conformance.stacks import error_text
+from pce_mpi.conformance.texts import meant
 from pce_mpi.conformance.units import Tolerance
 from pce_mpi.loss.problem import target_text
 
@@ -331,8 +332,7 @@ def _not_refused(problem: Problem, answers: Sequence[tuple[int, str, Answer]]) -
     what = f"{target_text(targets, problem.rows_shape, beyond[0])} is outside [0, {problem.classes})"
     loss = answers[0][2].loss
     given = np.array2string(loss.astype(np.float64) if is_floating(loss.dtype) else loss, precision=5, threshold=6)
-    declared = "where that is meant, declare it: @offers(checks_targets=False)"
-    return f"{what}, and no rank refused it: the loss is {given}; {declared}"
+    return f"{what}, and no rank refused it: the loss is {given}; {meant(checks_targets=False)}"
 
 
 def _as_text(outcome: Outcome) -> str:

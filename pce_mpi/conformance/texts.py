@@ -1,11 +1,22 @@
-"""Text that a candidate wrote, which may have any length and any characters, for people to read."""
+"""Text for people to read: that of a candidate may have any length and any characters."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}, "\N{REPLACEMENT CHARACTER}")
+
+
+def meant(**offer: Any) -> str:
+    """Say what to declare where numbers or results of another kind are meant.
+
+    >>> meant(direction="reverse")
+    'where that is meant, declare it: @offers(direction="reverse")'
+    """
+    values = ", ".join(f"{name}={value!r}" for name, value in offer.items()).replace("'", '"')
+    return f"where that is meant, declare it: @offers({values})"
 
 
 def bounded(text: str, most: int) -> str:

@@ -60,6 +60,8 @@ class Mesh:
         The dims and their sizes, in order.
     rank, size : int
         This rank of the mesh, and the number of its ranks.
+    is_hollow : bool
+        True without ranks: the arrays of such a mesh have no elements.
 
     Raises
     ------
@@ -148,13 +150,9 @@ class Mesh:
         self._history = 0
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
         self._fault: Exception | None = None
+        self.is_hollow = isinstance(cart, NoRanks)
         # Without ranks, the shardings of all arrays: they say which ranks would hold arrays of other shapes.
         self.shardings: set[Sharding] | None = set() if self.is_hollow else None
-
-    @property
-    def is_hollow(self) -> bool:
-        """True without ranks: the arrays of such a mesh are hollow."""
-        return isinstance(self._cart, NoRanks)
 
     def comm(self, *dims: str) -> MPI.Intracomm:
         """Return the communicator of the ranks that differ from this one in `dims` only.

@@ -27,7 +27,7 @@ class StepByHand:
         return max(self.of_all_ranks(s, self.counts(s).sum()), 1)
 
     def factor(self, s):
-        """What makes up for the trainer's averages."""
+        """Return what makes up for the trainer's averages."""
         return 1.0
 
     def given(self, s, loss, gradient):

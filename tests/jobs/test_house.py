@@ -187,6 +187,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         {"autograd", "ops", "optim"},
         [
             room("terms"),
+            room("texts", standard_library_only=True),
             room("problems"),
             room("cases"),
             room("declaring"),
@@ -198,7 +199,6 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("fitting"),
             room("loading"),
             room("catalogue"),
-            room("texts", standard_library_only=True),
             room("plain"),
             room("outcomes"),
             room("units"),

@@ -15,6 +15,7 @@ from pce_mpi.conformance.faults import Faults, Given, all_ranks, of_gradient
 from pce_mpi.conformance.problems import Kind, Problem
 from pce_mpi.conformance.terms import DTYPES, REDUCTIONS
 from pce_mpi.conformance.textbook import Array, Textbook, softmax
+from pce_mpi.conformance.texts import meant
 
 
 def drawn_teacher(problem: Problem, seed: int) -> Problem:
@@ -98,13 +99,12 @@ def _faults(b: Textbook) -> Faults:
         ("jensen-shannon", "the Jensen-Shannon divergence"),
     ):
         if direction != problem.conventions["direction"]:
-            text = f'this is {what}: where that is meant, declare it: @offers(direction="{direction}")'
-            yield text, _given(b, student, teacher, direction=direction)
+            yield f"this is {what}: {meant(direction=direction)}", _given(b, student, teacher, direction=direction)
     if "temperature" in problem.options:
         other = not problem.conventions["temperature_squared"]
         there = "has" if other else "lacks"
-        text = f"the divergence {there} the square of the temperature as a factor: where that is meant, declare it: "
-        yield f"{text}@offers(temperature_squared={other})", _given(b, student, teacher, temperature_squared=other)
+        text = f"the divergence {there} the square of the temperature as a factor: {meant(temperature_squared=other)}"
+        yield text, _given(b, student, teacher, temperature_squared=other)
         temperature = problem.options["temperature"]
         gradient = problem.row_major(problem.expected[1]) * temperature
         yield "the gradient lacks the factor 1 / temperature", of_gradient(gradient)

@@ -93,8 +93,8 @@ def _of_all(step: Step, book: Textbook, times: float, same: _Same) -> str:
     return ", or ".join(found)
 
 
-def _factors(step: Step, times: float, same: _Same) -> Iterator[tuple[int, str]]:
-    """Yield sentences in which so many times what is due is a product of sizes, the likeliest with the least number."""
+def _factors(step: Step, times: float, same: _Same) -> Iterator[tuple[bool, str]]:
+    """Yield sentences in which so many times what is due is a product of sizes; with False, the likely ones."""
     combined = [each for each, size in step.sizes.items() if size > 1]
     for number in range(1, len(combined) + 1):
         for chosen in combinations(combined, number):
@@ -120,7 +120,7 @@ def _of_each(step: Step, book: Textbook, weights: Array, known: Array, same: _Sa
     data, context = np.divmod(rank, step.context_ranks)
     numbers = {"rank": rank, "micro-batch": micro_batch, "data": data, "context": context}
     averages = math.prod(step.sizes[each] for each in step.averaged)
-    found = [""]
+    found = []
     for what, mask in _counted(step, book).items():
         for together, text in _PARTS.items():
             alike = np.logical_and.reduce([numbers[each][:, None] == numbers[each] for each in together])
@@ -130,7 +130,7 @@ def _of_each(step: Step, book: Textbook, weights: Array, known: Array, same: _Sa
                 if same(products[0], 1.0) or same(products[0] * averages, 1.0):
                     return text.format(what)
                 found.append(text.format(what))
-    return found[:2][-1]
+    return next(iter(found), "")
 
 
 def _unequal(step: Step, weights: Array, known: Array, same: _Same) -> str:

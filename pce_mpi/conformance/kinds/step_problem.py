@@ -32,7 +32,7 @@ class Step(Problem):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many gradients are combined, by the names of `averaged`."""
+        """The number of gradients that are combined, by the names of `averaged`."""
         data = len(self.lengths) // self.context_ranks
         return {"data": data, "context": self.context_ranks, "micro-batches": len(self.lengths[0])}
 

@@ -12,6 +12,7 @@ from pce_mpi.conformance.kinds import kl
 from pce_mpi.conformance.problems import Kind, Problem
 from pce_mpi.conformance.terms import REDUCTIONS
 from pce_mpi.conformance.textbook import Array, Textbook, softmax
+from pce_mpi.conformance.texts import meant
 
 _LARGEST = 4
 
@@ -37,38 +38,53 @@ def _largest(teacher: Array, count: int) -> Array:
     return mask
 
 
+def _dropped(student: Array, teacher: Array, chosen: Array, scale: float) -> tuple[Array, Array]:
+    log_p, log_q = (-softmax(scale * each)["nll"] for each in (student, teacher))
+    q = np.where(chosen, np.exp(log_q), 0.0)
+    rows = np.where(q == 0.0, 0.0, q * (log_q - log_p)).sum(axis=-1)
+    return rows, scale * (q.sum(axis=-1, keepdims=True) * np.exp(log_p) - q)
+
+
+def _renormalized(student: Array, teacher: Array, chosen: Array, scale: float) -> tuple[Array, Array]:
+    within = (np.where(chosen, each, -np.inf) for each in (student, teacher))
+    found = dense.kl_divergence_value_and_grad(*within, temperature=1.0 / scale, reduction="none")
+    return found.divergence, found.dstudent
+
+
+def _bucket(student: Array, teacher: Array, chosen: Array, scale: float) -> tuple[Array, Array]:
+    if chosen.all():  # there is no other class
+        return _renormalized(student, teacher, chosen, scale)
+    pair = [each - each.max(axis=-1, keepdims=True) for each in (student, teacher)]
+    within, beyond = ([np.where(mask, each, -np.inf) for each in pair] for mask in (chosen, ~chosen))
+    masses = [dense.class_statistics(scale * each).logsumexp[:, None] / scale for each in beyond]
+    with_bucket = [np.append(each, mass, axis=-1) for each, mass in zip(within, masses, strict=True)]
+    found = dense.kl_divergence_value_and_grad(*with_bucket, temperature=1.0 / scale, reduction="none")
+    share = np.where(chosen, 0.0, np.exp(scale * (beyond[0] - masses[0])))
+    return found.divergence, found.dstudent[:, :-1] + found.dstudent[:, -1:] * share
+
+
+# What becomes of the other classes, in words, and as a divergence of each row with its gradient.
+_RESTS = {
+    "dropped": ("the terms of the other classes are dropped", _dropped),
+    "renormalized": ("the probabilities of the largest classes are renormalized", _renormalized),
+    "bucket": ("the other classes are one class more", _bucket),
+}
+
+
 def _of_support(problem: Problem, chosen: Array, rest: str) -> tuple[Array, Array]:
     """Return the divergence over the classes of a mask (rows, classes), and its gradient, of the problem's shapes."""
-    scale, axis = 1.0 / problem.options.get("temperature", 1.0), problem.axis
+    scale = 1.0 / problem.options.get("temperature", 1.0)
     student, teacher = (problem.row_major(each).astype(np.float64) for each in (problem.logits, problem.targets))
     with np.errstate(all="ignore"):
-        if rest == "renormalized":  # other classes do not enter
-            student, teacher = (np.where(chosen, each, -np.inf) for each in (student, teacher))
-        student, teacher = (z - z.max(axis=-1, keepdims=True, initial=-np.inf) for z in (student, teacher))
-        if rest == "dropped":
-            log_p, log_q = (-softmax(scale * each)["nll"] for each in (student, teacher))
-            q = np.where(chosen, np.exp(log_q), 0.0)
-            rows = np.where(q == 0.0, 0.0, q * (log_q - log_p)).sum(axis=-1)
-            gradient = scale * (q.sum(axis=-1, keepdims=True) * np.exp(log_p) - q)
-        else:
-            within, beyond = (
-                [np.where(mask, each, -np.inf) for each in (student, teacher)] for mask in (chosen, ~chosen)
-            )
-            if rest == "bucket" and not chosen.all():
-                masses = [dense.class_statistics(scale * each).logsumexp[:, None] / scale for each in beyond]
-                within = [np.append(each, mass, axis=-1) for each, mass in zip(within, masses, strict=True)]
-            found = dense.kl_divergence_value_and_grad(*within, temperature=1.0 / scale, reduction="none")
-            rows, gradient = found.divergence, found.dstudent[:, : problem.classes]
-            if rest == "bucket" and not chosen.all():
-                share = np.where(chosen, 0.0, np.exp(scale * (beyond[0] - masses[0])))
-                gradient = gradient + found.dstudent[:, problem.classes :] * share
+        rows, gradient = _RESTS[rest][1](student, teacher, chosen, scale)
         factor = scale**-2 if problem.conventions["temperature_squared"] else 1.0
         if problem.reduction == "mean":
             factor = factor / problem.rows if problem.rows else np.nan
         upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
         gradient = gradient * factor * np.broadcast_to(upstream.reshape(-1), rows.shape)[:, None]
         loss = rows.reshape(problem.rows_shape) if problem.reduction == "none" else rows.sum()
-    return np.asarray(loss * factor), np.moveaxis(gradient.reshape(*problem.rows_shape, problem.classes), -1, axis)
+    shape = *problem.rows_shape, problem.classes
+    return np.asarray(loss * factor), np.moveaxis(gradient.reshape(shape), -1, problem.axis)
 
 
 def _exact(problem: Problem) -> tuple[Array, Array]:
@@ -87,20 +103,16 @@ def _faults(b: Textbook) -> Faults:
         loss, gradient = _of_support(problem, mask, rest)
         return Given((loss,), problem.row_major(gradient))
 
-    for rest, what in (
-        ("dropped", "the terms of the other classes are dropped"),
-        ("renormalized", "the probabilities of the largest classes are renormalized"),
-        ("bucket", "the other classes are one class more"),
-    ):
+    for rest, (what, _) in _RESTS.items():
         if rest != declared:
-            yield f'{what}: where that is meant, declare it: @offers(rest="{rest}")', given(chosen, rest)
+            yield f"{what}: {meant(rest=rest)}", given(chosen, rest)
     if problem.ranks > 1:
         own = np.zeros_like(chosen)
         for rank in range(problem.ranks):
             mine = b.in_shard(rank)
             own[:, mine] = _largest(teacher[:, mine], min(count, int(mine.sum())))
         text = f"the {count} classes are each rank's own: the loss depends on the number of ranks"
-        for rest in ("dropped", "renormalized", "bucket"):
+        for rest in _RESTS:
             yield text, given(own, rest)
     yield (
         "the classes are those of the student's largest logits, not of the teacher's",
