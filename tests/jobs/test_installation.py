@@ -105,7 +105,7 @@ def test_unknown_kernel_names_those_that_are_there(tmp_path):
 def test_sdist_has_every_file_of_clone(monkeypatch):
     status, tracked = run("git", "ls-files", cwd=ROOT)
     if status:
-        pytest.skip("this is no clone")
+        pytest.skip("only a clone knows which files are tracked: runs after git clone")
     monkeypatch.chdir(ROOT)
     files = FileList()
     for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines():

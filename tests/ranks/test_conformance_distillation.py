@@ -1,11 +1,10 @@
 """Divergences of the kinds "kl" and "topk_kl": right ones conform, shipped faults are named, ours pass strictly."""
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 
 from candidates.correct.distillation import Forward, TopK
+from candidates.shipped import Shipped, assert_named_first, defined_in
 from candidates.wild import distillation as wild
 import pce_mpi as pce
 from pce_mpi.conformance import offers
@@ -61,57 +60,45 @@ def test_divergences_written_by_hand_conform(comm, candidate):
     assert failures(candidate, comm) == []
 
 
-class Shipped(NamedTuple):
-    candidate: type
-    case: str
-    words: str
-    least_ranks: int = 2
-
-    def __str__(self):
-        return f"{self.candidate.__name__}-{self.case}"
-
-
 ONCE_MORE = "the gradient is {ranks} times too large: it is summed over the ranks once more"
 SHIPPED = [
-    Shipped(wild.AutomodelKL, "random-logits/float32", ONCE_MORE),
-    Shipped(wild.AutomodelKL, "temperature/float32", ONCE_MORE),
-    Shipped(wild.ModelOptimizerTopK, "far-teacher/float32", ONCE_MORE),
+    Shipped(wild.AutomodelKL, "random-logits/float32", ONCE_MORE, 2),
+    Shipped(wild.AutomodelKL, "temperature/float32", ONCE_MORE, 2),
+    Shipped(wild.ModelOptimizerTopK, "far-teacher/float32", ONCE_MORE, 2),
     Shipped(
         wild.SkyRLTopK,
         "random-logits/float32",
         "the 4 classes are each rank's own: the divergence depends on the number of ranks",
+        2,
     ),
-    Shipped(wild.LocalTeacher, "far-teacher/float32", "the teacher's softmax is of each rank's own classes only"),
-    Shipped(wild.LocalStudent, "far-teacher/float32", "the student's softmax is of each rank's own classes only"),
-    Shipped(wild.LocalSoftmaxes, "far-teacher/float32", "both softmaxes are of each rank's own classes only"),
-    Shipped(wild.NoTemperatureInGradient, "temperature/float32", "the gradient lacks the factor 1 / temperature", 1),
-    Shipped(wild.TemperatureOfStudent, "temperature/float32", "the temperature divides the student's logits only", 1),
+    Shipped(wild.LocalTeacher, "far-teacher/float32", "the teacher's softmax is of each rank's own classes only", 2),
+    Shipped(wild.LocalStudent, "far-teacher/float32", "the student's softmax is of each rank's own classes only", 2),
+    Shipped(wild.LocalSoftmaxes, "far-teacher/float32", "both softmaxes are of each rank's own classes only", 2),
+    Shipped(wild.NoTemperatureInGradient, "temperature/float32", "the gradient lacks the factor 1 / temperature"),
+    Shipped(wild.TemperatureOfStudent, "temperature/float32", "the temperature divides the student's logits only"),
     Shipped(
-        wild.LocalSum, "far-teacher/float32", "the divergence is of each rank's own classes only: it is never reduced"
+        wild.LocalSum,
+        "far-teacher/float32",
+        "the divergence is of each rank's own classes only: it is never reduced",
+        2,
     ),
-    Shipped(wild.CrossEntropy, "far-teacher/float32", "the entropy of the teacher is not subtracted", 1),
-    Shipped(wild.MeanOfEntries, "reduction/mean", "the mean divides by rows times classes, 144, not by the", 1),
-    Shipped(wild.ZeroTimesInfinity, "masked-classes/every-third", "0 times -inf gives nan: a class to which the", 1),
-    Shipped(wild.Reverse, "far-teacher/float32", "this is KL(student || teacher): where that is meant, declare", 1),
-    Shipped(wild.TemperatureSquared, "temperature/float32", "has the square of the temperature as a factor", 1),
-    Shipped(wild.Renormalized, "far-teacher/float32", "the probabilities of the largest classes are renormalized", 1),
+    Shipped(wild.CrossEntropy, "far-teacher/float32", "the entropy of the teacher is not subtracted"),
+    Shipped(wild.MeanOfEntries, "reduction/mean", "the mean divides by rows times classes, 144, not by the"),
+    Shipped(wild.ZeroTimesInfinity, "masked-classes/every-third", "0 times -inf gives nan: a class to which the"),
+    Shipped(wild.Reverse, "far-teacher/float32", "this is KL(student || teacher): where that is meant, declare"),
+    Shipped(wild.TemperatureSquared, "temperature/float32", "has the square of the temperature as a factor"),
+    Shipped(wild.Renormalized, "far-teacher/float32", "the probabilities of the largest classes are renormalized"),
 ]
 
 
 @pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_shipped_divergence_is_named_first(comm, shipped):
-    candidate = shipped.candidate()
-    (case,) = cases(candidate, pattern=shipped.case)
-    outcome = run_case(candidate, case, comm)
-    assert outcome.failed == (comm.size >= shipped.least_ranks)
-    if outcome.failed:
-        assert shipped.words.format(ranks=comm.size) in outcome.findings[0].text, outcome.findings
+    assert_named_first(shipped, comm)
 
 
 def test_every_shipped_divergence_has_a_test():
-    defined = {each for each in vars(wild).values() if isinstance(each, type) and each.__module__ == wild.__name__}
-    assert defined == {each.candidate for each in SHIPPED}
+    assert defined_in(wild) == {each.candidate for each in SHIPPED}
 
 
 @pytest.mark.parametrize("wrong", [{"direction": "backward"}, {"rest": "none"}, {"options": ("weight",)}])

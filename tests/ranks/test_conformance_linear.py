@@ -1,10 +1,9 @@
 """Fused heads, of the kinds "linear": right ones conform, shipped faults are named, ours pass."""
 
-from typing import NamedTuple
-
 import pytest
 
 from candidates.correct.linear import Entropy, Head, Rows, Wide
+from candidates.shipped import Shipped, assert_named_first, defined_in
 from candidates.wild import linear as wild
 import pce_mpi as pce
 from pce_mpi.conformance import offers
@@ -72,16 +71,6 @@ def test_heads_written_by_hand_conform(comm, head):
     assert failures(head(), comm, [*FAMILIES, "bias", "temperature", "softcap", "padded-softcap"]) == []
 
 
-class Shipped(NamedTuple):
-    head: type
-    case: str
-    words: str
-    least_ranks: int = 1
-
-    def __str__(self):
-        return f"{self.head.__name__}-{self.case}"
-
-
 NOT_SUMMED = "dhidden is of each rank's own classes: it is not summed over the ranks; where that is meant, declare it"
 SENTINEL = "the loss is infinite, and all logits are finite: a padded column of -inf is taken for the target's"
 SHIPPED = [
@@ -102,12 +91,7 @@ SHIPPED = [
 @pytest.mark.sizes(1, 2, 3)
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_shipped_head_is_named_first(comm, shipped):
-    head = shipped.head()
-    (case,) = cases(head, pattern=shipped.case)
-    outcome = run_case(head, case, comm)
-    assert outcome.failed == (comm.size >= shipped.least_ranks)
-    if outcome.failed:
-        assert shipped.words.format(ranks=comm.size) in outcome.findings[0].text, outcome.findings
+    assert_named_first(shipped, comm)
 
 
 @pytest.mark.sizes(1)
@@ -140,5 +124,4 @@ def test_results_of_another_form_are_told(comm, returned, said):
 
 
 def test_every_shipped_head_has_a_test():
-    defined = {each for each in vars(wild).values() if isinstance(each, type) and each.__module__ == wild.__name__}
-    assert defined == {each.head for each in SHIPPED}
+    assert defined_in(wild) == {each.candidate for each in SHIPPED}

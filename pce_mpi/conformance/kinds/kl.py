@@ -167,8 +167,10 @@ def _times_log(p: Array, q: Array) -> Array:
 CASES = Cases()
 
 
-def _with_teacher(setting: Setting, change: Callable[[Array, np.random.Generator], Array], **given: object) -> Problem:
-    problem = random_problem(setting, **given)  # type: ignore[arg-type]  # options, or a scale
+def _with_teacher(
+    setting: Setting, change: Callable[[Array, np.random.Generator], Array], options: tuple[str, ...] = ()
+) -> Problem:
+    problem = random_problem(setting, options=options)
     teacher = change(problem.logits.astype(np.float64), np.random.default_rng([setting.seed, 7]))
     return replace(problem, targets=rounded(setting, teacher))
 
