@@ -1,27 +1,40 @@
-"""python tests/peers/compare_neighbours.py: the neighbours of the loss beside what torch users write, alternating.
+"""python tests/peers/compare_neighbours.py: options and neighbours of the loss beside what torch users write, in turn.
 
 Ours runs under mpiexec with one thread a rank. torch computes the same from the logits of all classes, in one process
 with a thread for each rank. Each pair runs one after the other, so that a noisy machine is noisy for both; the median
-of the ratios counts.
+of the ratios counts. torch takes halves as float32, as trainers do.
 """
 
 import argparse
 import json
 from pathlib import Path
-import statistics
 import sys
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from peers.compare_speed import check_ranks, launch, processor, timed
+from peers.compare_speed import DTYPES, check_ranks, launch, processor, timed
 
 
 def logits(options, start, stop, seed):
-    """Logits of some classes, in float32; those of a block of classes are the same in any shard."""
+    """Logits of some classes; those of a block of classes are the same in any shard."""
     blocks = range(start // 1000, -(-stop // 1000))
     drawn = [np.random.default_rng([seed, block]).standard_normal((options.rows, 1000), np.float32) for block in blocks]
-    return np.concatenate(drawn, axis=1)[:, start - 1000 * blocks.start :][:, : stop - start].copy()
+    mine = np.concatenate(drawn, axis=1)[:, start - 1000 * blocks.start :][:, : stop - start]
+    return mine.astype(DTYPES[options.dtype])
+
+
+def tensor(array):
+    import torch
+
+    if array.dtype == DTYPES["bfloat16"]:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def wide(x):
+    """The tensor in float32 if its elements are halves."""
+    return x.float() if x.itemsize == 2 else x
 
 
 def pair_of(options, start, stop):
@@ -47,12 +60,12 @@ def their_divergence(direction):
         import torch
         from torch.nn.functional import kl_div, log_softmax
 
-        student, teacher = map(torch.from_numpy, pair_of(options, 0, options.classes))
+        student, teacher = map(tensor, pair_of(options, 0, options.classes))
         student.requires_grad_()
 
         def step():
             student.grad = None
-            s, t = log_softmax(student, -1), log_softmax(teacher, -1)
+            s, t = log_softmax(wide(student), -1), log_softmax(wide(teacher), -1)
             if direction == "forward":
                 loss = kl_div(s, t, reduction="batchmean", log_target=True)
             elif direction == "reverse":
@@ -92,11 +105,11 @@ def their_support(with_support):
     def prepare(options):
         import torch
 
-        x, (ids, places) = torch.from_numpy(3 * logits(options, 0, options.classes, 0)), support_of(options)
+        x, (ids, places) = tensor(3 * logits(options, 0, options.classes, 0)), support_of(options)
         ids, places = torch.from_numpy(ids), torch.from_numpy(places)[:, None]
 
         def step():
-            log_p = torch.log_softmax(x.gather(1, ids) if with_support else x, -1)
+            log_p = torch.log_softmax(wide(x.gather(1, ids) if with_support else x), -1)
             log_p.gather(1, places if with_support else ids.gather(1, places))
             return -(log_p.exp() * log_p).sum(-1).mean()
 
@@ -113,13 +126,127 @@ def our_nucleus(options, comm, start, stop):
 
 
 def their_nucleus(options):
-    import torch
 
     from peers.test_samplers import hugging_face
 
-    x = torch.from_numpy(3 * logits(options, 0, options.classes, 0))
+    x = wide(tensor(3 * logits(options, 0, options.classes, 0)))
     return lambda: hugging_face(x, None, 0.9, None).isfinite().sum()
 
+
+def targets_of(options):
+    return np.random.default_rng(3).integers(options.classes, size=options.rows)
+
+
+def weights_of(options):
+    return np.random.default_rng(4).random(options.classes)
+
+
+def probabilities_of(options):
+    """Powers of two, which are exact in halves, that add up to 1."""
+    whole = 2 ** (options.classes - 1).bit_length()
+    p = np.where(np.arange(options.classes) < whole - options.classes, 2, 1) / whole
+    return np.tile(p.astype(DTYPES[options.dtype]), (options.rows, 1))
+
+
+def our_loss(given, weighted=False, probabilities=False):
+    def prepare(options, comm, start, stop):
+        import pce_mpi as pce
+
+        x = 3 * logits(options, start, stop, 0)
+        targets = probabilities_of(options)[:, start:stop].copy() if probabilities else targets_of(options)
+        weight = weights_of(options)[start:stop] if weighted else None
+        more = {"comm": comm, "num_classes": options.classes, "weight": weight, "out": np.zeros_like(x), **given}
+        return lambda: pce.softmax_cross_entropy_value_and_grad(x, targets, **more)[0]
+
+    return prepare
+
+
+def their_loss(given, weighted=False, probabilities=False):
+    def prepare(options):
+        import torch
+
+        x = tensor(3 * logits(options, 0, options.classes, 0)).requires_grad_()
+        targets = wide(tensor(probabilities_of(options))) if probabilities else tensor(targets_of(options))
+        weight = tensor(weights_of(options)).to(wide(x).dtype) if weighted else None
+        smoothing = given.get("label_smoothing", 0.0)
+
+        def step():
+            x.grad = None
+            seen = wide(x) * given["logit_scale"] if "logit_scale" in given else wide(x)
+            if "softcap" in given:
+                seen = given["softcap"] * torch.tanh(seen / given["softcap"])
+            loss = torch.nn.functional.cross_entropy(seen, targets, weight, label_smoothing=smoothing)
+            if "z_loss" in given:
+                loss = loss + given["z_loss"] * torch.logsumexp(seen, -1).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    return prepare
+
+
+def our_statistics_with_gradient(options, comm, start, stop):
+    import pce_mpi as pce
+
+    x, targets = 3 * logits(options, start, stop, 0), targets_of(options)
+    out, ones = np.zeros_like(x), np.ones(options.rows)
+
+    def step():
+        found, residuals = pce.class_statistics_forward(x, targets, comm=comm, num_classes=options.classes)
+        pce.class_statistics_backward(residuals, log_prob=ones, entropy=ones, out=out)
+        return found.entropy.mean()
+
+    return step
+
+
+def their_statistics_with_gradient(options):
+    import torch
+
+    x = tensor(3 * logits(options, 0, options.classes, 0)).requires_grad_()
+    targets = tensor(targets_of(options))[:, None]
+
+    def step():
+        x.grad = None
+        log_p = torch.log_softmax(wide(x), -1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        (log_p.gather(1, targets).sum() + entropy.sum()).backward()
+        return entropy.detach().mean()
+
+    return step
+
+
+def our_largest(name):
+    def prepare(options, comm, start, stop):
+        import pce_mpi as pce
+
+        x, given = 3 * logits(options, start, stop, 0), {"comm": comm, "num_classes": options.classes}
+        if name == "argmax":
+            return lambda: pce.argmax(x, **given).mean()
+        return lambda: pce.top_k(x, 10, **given)[0].astype(np.float64).mean()
+
+    return prepare
+
+
+def their_largest(name):
+    def prepare(options):
+        x = tensor(3 * logits(options, 0, options.classes, 0))
+        if name == "argmax":
+            return lambda: x.argmax(-1).double().mean()
+        return lambda: x.topk(10)[0].double().mean()
+
+    return prepare
+
+
+LOSSES = {
+    "the plain loss": {"given": {}},
+    "weight": {"given": {}, "weighted": True},
+    "probabilities as targets": {"given": {}, "probabilities": True},
+    "label_smoothing with weight": {"given": {"label_smoothing": 0.1}, "weighted": True},
+} | {
+    f"{name}={value}": {"given": {name: value}}
+    for name, value in (("z_loss", 1e-4), ("logit_scale", 0.7), ("label_smoothing", 0.1), ("softcap", 30.0))
+}
 
 # Our function, prepared with this rank's classes, and torch's, with all classes; what both return is compared.
 CASES = {
@@ -129,6 +256,9 @@ CASES = {
     "class_statistics": (our_support(False), their_support(False)),
     "class_statistics, 64 classes": (our_support(True), their_support(True)),
     "nucleus, top-p 0.9": (our_nucleus, their_nucleus),
+    **{name: (our_loss(**given), their_loss(**given)) for name, given in LOSSES.items()},
+    "class_statistics and gradient": (our_statistics_with_gradient, their_statistics_with_gradient),
+    **{name: (our_largest(name), their_largest(name)) for name in ("top_k of 10", "argmax")},
 }
 
 
@@ -140,6 +270,7 @@ def main():
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--classes", type=int, default=32000, help="of all shards together")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the logits")
     parser.add_argument("--pairs", type=int, default=5, help="alternations, of whose ratios the median counts")
     parser.add_argument("--case", choices=list(CASES), nargs="+", default=list(CASES))
     parser.add_argument("--role", choices=["ours", "theirs"], help=argparse.SUPPRESS)
@@ -156,19 +287,22 @@ def main():
 def compare(options):
     from tqdm import tqdm
 
-    print(f"{options.ranks} ranks; {processor()}; float32; {options.rows} rows, {options.classes} classes")
+    print(f"{options.ranks} ranks; {processor()}; {options.dtype}; {options.rows} rows, {options.classes} classes")
     print(f"{'':32} {'torch, ms':>10} {'ours, ms':>10} {'ratio':>22}")
+    given = ["--rows", str(options.rows), "--classes", str(options.classes), "--dtype", options.dtype, "--case"]
+    pairs = [
+        [launch(role, options, [*given, *options.case], __file__) for role in ("theirs", "ours")]
+        for _ in tqdm(range(options.pairs), desc="pairs", file=sys.stderr)
+    ]
     for case in options.case:
-        given = ["--rows", str(options.rows), "--classes", str(options.classes), "--case", case]
-        pairs = [
-            [launch(role, options, given, __file__) for role in ("theirs", "ours")]
-            for _ in tqdm(range(options.pairs), desc=case, file=sys.stderr)
-        ]
-        ratios = [mine["seconds"] / other["seconds"] for other, mine in pairs]
-        theirs_ms, ours_ms = (1e3 * statistics.median(pair[at]["seconds"] for pair in pairs) for at in (0, 1))
-        part = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
+        seconds = np.array([[each[case]["seconds"] for each in pair] for pair in pairs])
+        theirs_ms, ours_ms = 1e3 * np.median(seconds, axis=0)
+        ratios = seconds[:, 1] / seconds[:, 0]
+        part = f"{np.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
         print(f"{case:32} {theirs_ms:10.1f} {ours_ms:10.1f} {part:>22}", flush=True)
-        np.testing.assert_allclose(pairs[0][1]["result"], pairs[0][0]["result"], rtol=1e-4)
+    for case in options.case:
+        results = [each[case]["result"] for each in pairs[0]]
+        np.testing.assert_allclose(*results, rtol=1e-4, err_msg=case)
 
 
 def ours(options):
@@ -178,9 +312,9 @@ def ours(options):
 
     check_ranks(options.ranks)
     comm = MPI.COMM_WORLD
-    prepare, _ = CASES[options.case[0]]
-    step = prepare(options, comm, *shard_range(options.classes, comm.size, comm.rank))
-    return measured(step, comm)
+    shard = shard_range(options.classes, comm.size, comm.rank)
+    found = {case: measured(CASES[case][0](options, comm, *shard), comm) for case in options.case}
+    return None if comm.rank else found
 
 
 def theirs(options):
@@ -201,13 +335,13 @@ def theirs(options):
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # mpiexec may have bound the rank to a core
     torch.set_num_threads(options.ranks)
-    _, prepare = CASES[options.case[0]]
-    found = measured(prepare(options), MPI.COMM_SELF)
+    found = {case: measured(CASES[case][1](options), MPI.COMM_SELF) for case in options.case}
     comm.Ibarrier().Wait()
     return found
 
 
 def measured(step, comm):
+    """The median seconds of a step, of the slowest rank, and what it returns; None on other ranks than the first."""
     results = []
 
     def kept():
