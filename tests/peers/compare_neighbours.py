@@ -9,6 +9,7 @@ import argparse
 import json
 from pathlib import Path
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -238,14 +239,15 @@ def their_largest(name):
     return prepare
 
 
-LOSSES = {
+LOSSES: dict[str, dict[str, Any]] = {
     "the plain loss": {"given": {}},
     "weight": {"given": {}, "weighted": True},
     "probabilities as targets": {"given": {}, "probabilities": True},
     "label_smoothing with weight": {"given": {"label_smoothing": 0.1}, "weighted": True},
-} | {
-    f"{name}={value}": {"given": {name: value}}
-    for name, value in (("z_loss", 1e-4), ("logit_scale", 0.7), ("label_smoothing", 0.1), ("softcap", 30.0))
+    **{
+        f"{name}={value}": {"given": {name: value}}
+        for name, value in (("z_loss", 1e-4), ("logit_scale", 0.7), ("label_smoothing", 0.1), ("softcap", 30.0))
+    },
 }
 
 # Our function, prepared with this rank's classes, and torch's, with all classes; what both return is compared.
