@@ -36,7 +36,7 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run check test test-openmpi test-kernels test-cupy test-gpu test-peers lint docs dist wheels clean
+.PHONY: help run check test test-openmpi test-kernels test-cupy test-gpu test-peers soak lint docs dist wheels clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
@@ -47,6 +47,7 @@ help:
 	@echo 'make test-cupy     run tests of CuPy arrays with CuPy itself on the CPU, at 1, 2 and 3 ranks (N=2: at 2 only)'
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
+	@echo 'make soak          run for an hour, and look whether memory, descriptors and communicators grow (MINUTES=5: shorter)'
 	@echo 'make lint          check the code with ruff and mypy, and what GitHub reads by its schemas'
 	@echo 'make docs          build the pages in docs/ and a reference from the docstrings, as a site in site/'
 	@echo 'make dist          build the sdist and from it the wheel for this machine, into dist/, and try that wheel'
@@ -136,6 +137,9 @@ test-peers: $(installed)/peers
 	done
 	$(bin)/python tests/peers/compare_neighbours.py --rows 64 --classes 2000 --pairs 1
 	$(bin)/mpiexec -n 2 $(bin)/python -m mpi4py tests/peers/compare_transformer.py --width 24 --classes 100 --steps 30
+
+soak: $(installed)/test
+	$(bin)/mpiexec -n $(or $(N),3) $(bin)/python -m mpi4py tests/soak.py --minutes $(or $(MINUTES),60)
 
 # The schemas come with the package: nothing is downloaded.
 schema := $(bin)/check-jsonschema --quiet --builtin-schema vendor
