@@ -56,7 +56,7 @@ def main(comm, args):
     mesh = Mesh(comm, data=comm.size // args.model, model=args.model)
     norm = pce.op(divided, vjp, partial(Rule.of, f"{args.axes}->{args.axes}"), name="norm")
     p = initial(mesh)
-    optimizer = pce.AdamW(p.values(), lr=0.01)
+    optimizer = pce.AdamW(p, lr=0.01)
     for number in range(1, args.steps + 1):
         with pce.trace(fingerprints=number == args.trace) as trace:
             loss = loss_of(p, mesh, norm, number)

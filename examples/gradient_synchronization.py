@@ -64,7 +64,7 @@ if __name__ == "__main__":
             wrong = np.abs(summed_over_data(gradient) - right).max(initial=0) / np.abs(one_process[name]).max()
             lines.append(f"{name:<10}{', '.join(partial) or '-':<28}{comm.allreduce(wrong, MPI.MAX):.0%}")
         with pce.trace() as step:
-            pce.SGD(parameters.values(), lr=0.1).step()
+            pce.SGD(parameters, lr=0.1).step()
         difference = compare(comm, {name: p.grad.full() for name, p in parameters.items()}, one_process)
         if comm.rank == 0:
             title = ", ".join(f"{dim} {size}" for dim, size in sizes.items())

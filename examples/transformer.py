@@ -120,7 +120,7 @@ def step(model, rows, number, args):
     loss = model.loss(rows[drawn])
     loss.backward()
     if args.max_norm:
-        pce.clip_grad_norm(model.parameters.values(), args.max_norm)
+        pce.clip_grad_norm(model.parameters, args.max_norm)
     for rate, group in zip(model.rates, model.optimizer.param_groups, strict=True):
         group["lr"] = pce.cosine_schedule(number - 1, lr=rate, steps=args.steps, warmup=args.steps // 20)
     model.optimizer.step()

@@ -172,6 +172,9 @@ class Trace:
     def plot(self) -> Figure:
         """Draw a bar for each collective, in order: its height is the bytes that this rank put in.
 
+        Neighbours are named after their operation; if names have no room, those of most bytes are there. The title
+        counts payload, as `count` does, and agreements apart.
+
         Returns
         -------
         matplotlib.figure.Figure
@@ -186,12 +189,13 @@ class Trace:
         -----
         Communicates nothing.
         """
-        figure = new_figure(*timeline.SIZE)
+        figure = new_figure(*timeline.size(self.events))
         timeline.draw_timeline(figure, self.events)
         return figure
 
     def _repr_html_(self) -> str | None:
-        picture = svg_or_none(lambda figure: timeline.draw_timeline(figure, self.events), *timeline.SIZE, name="trace")
+        size = timeline.size(self.events)
+        picture = svg_or_none(lambda figure: timeline.draw_timeline(figure, self.events), *size, name="trace")
         return picture and f"{picture}<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:

@@ -249,8 +249,9 @@ class DistArray:
     def plot(self) -> Figure:
         """Draw the mesh, and the global array with the block of each rank in the colour of that rank.
 
-        Blocks are named after their ranks: "ranks 0, 2" hold the same numbers, and the arrays of "sum(0, 1)" are
-        Partial. If there are more than two axes, sharded axes are drawn first, then the last ones.
+        Blocks are named after their ranks: "ranks 0, 2" hold the same numbers, and a block that is "sum of ranks 0, 1"
+        is Partial. If there are more than two axes, sharded axes are drawn first, then the last ones; the title names
+        the others.
 
         Returns
         -------
@@ -350,9 +351,45 @@ class DistArray:
         """Return the smallest element over axes; see `pce_mpi.min`."""
         return OPERATIONS["min"](self, axis, keepdims)
 
+    def var(self, axis: Any = None, ddof: float = 0, keepdims: bool = False) -> DistArray:
+        """Compute the variance over axes of the global array; see `pce_mpi.var`."""
+        return OPERATIONS["var"](self, axis, ddof, keepdims)
+
+    def std(self, axis: Any = None, ddof: float = 0, keepdims: bool = False) -> DistArray:
+        """Compute the standard deviation over axes of the global array; see `pce_mpi.std`."""
+        return OPERATIONS["std"](self, axis, ddof, keepdims)
+
+    def logsumexp(self, axis: Any = None, keepdims: bool = False) -> DistArray:
+        """Return log(sum(exp(x))) over axes, without overflow; see `pce_mpi.logsumexp`."""
+        return OPERATIONS["logsumexp"](self, axis, keepdims)
+
+    def softmax(self, axis: int = -1) -> DistArray:
+        """Compute the softmax along an axis; see `pce_mpi.softmax`."""
+        return OPERATIONS["softmax"](self, axis)
+
+    def log_softmax(self, axis: int = -1) -> DistArray:
+        """Compute the logarithm of the softmax along an axis; see `pce_mpi.log_softmax`."""
+        return OPERATIONS["log_softmax"](self, axis)
+
+    def argmax(self, axis: int | None = None) -> DistArray:
+        """Find the place of the largest element, in the flattened array unless told an axis; see `pce_mpi.argmax`."""
+        return OPERATIONS["_function"](np.argmax, (self, axis), {})
+
+    def cumsum(self, axis: int | None = None) -> DistArray:
+        """Sum the elements up to each place along an axis; see `pce_mpi.cumsum`."""
+        return OPERATIONS["cumsum"](self, axis)
+
+    def clip(self, min: Any = None, max: Any = None) -> DistArray:
+        """Bring elements below `min` up to it, and those above `max` down to it; see `pce_mpi.clip`."""
+        return OPERATIONS["clip"](self, min, max)
+
     def reshape(self, *shape: Any) -> DistArray:
         """Give the elements another shape, one sequence or the lengths one by one; see `pce_mpi.reshape`."""
         return OPERATIONS["reshape"](self, shape[0] if len(shape) == 1 else shape)
+
+    def squeeze(self, axis: Any = None) -> DistArray:
+        """Leave out axes of length 1; see `pce_mpi.squeeze`."""
+        return OPERATIONS["squeeze"](self, axis)
 
     def transpose(self, *axes: Any) -> DistArray:
         """Bring the axes into another order, one sequence or one by one; see `pce_mpi.transpose`."""

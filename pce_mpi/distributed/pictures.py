@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 _CELL, _LARGEST, _ARRAY = 0.7, 6.0, (4.6, 3.0)
 # With more blocks than these, their texts would overlap.
 _LABELLED = 64
+# If a block has more ranks than these, the first two and the last one are named.
+_NAMED = 8
+
+Ranges = tuple[tuple[int, int], ...]
 
 
 class Block(NamedTuple):
     """A block of the axes that are shown: its range along each of them, and the ranks that hold it.
 
-    `terms` has a group of ranks for each replica: those whose partial arrays give the block together.
+    `parts` has an entry for each part of the axes that are not shown, and that has a group of ranks for each replica:
+    those whose partials give the part together.
     """
 
-    ranges: tuple[tuple[int, int], ...]
-    terms: list[list[int]]
+    ranges: Ranges
+    parts: list[list[list[int]]]
 
 
 def all_coordinates(dims: Dims) -> Iterator[dict[str, int]]:
@@ -47,12 +52,15 @@ def shown_axes(sharding: Sharding) -> tuple[int, ...]:
 def blocks(sharding: Sharding) -> list[Block]:
     """Return the blocks of the axes that are shown, in the order of their lowest rank; empty ones too."""
     axes = shown_axes(sharding)
-    found: dict[tuple[tuple[int, int], ...], dict[tuple[int, ...], list[int]]] = {}
+    found: dict[Ranges, dict[Ranges, dict[tuple[int, ...], list[int]]]] = {}
     for rank, at in enumerate(all_coordinates(sharding.dims)):
-        ranges = tuple(sharding.block(axis, at) for axis in axes)
+        part = tuple(sharding.block(axis, at) for axis in range(len(sharding.shape)))
         replica = tuple(where for dim, where in at.items() if dim not in sharding.partial_dims)
-        found.setdefault(ranges, {}).setdefault(replica, []).append(rank)
-    return [Block(ranges, list(terms.values())) for ranges, terms in found.items()]
+        parts = found.setdefault(tuple(part[axis] for axis in axes), {})
+        parts.setdefault(part, {}).setdefault(replica, []).append(rank)
+    return [
+        Block(ranges, [list(replicas.values()) for replicas in parts.values()]) for ranges, parts in found.items()
+    ]
 
 
 def mesh_size(dims: Dims) -> tuple[float, float]:
@@ -77,12 +85,16 @@ def draw_array(figure: Figure, sharding: Sharding, title: str) -> None:
     found = blocks(sharding)
     palette = colors(len(found))
     by_rank = {
-        rank: color for block, color in zip(found, palette, strict=True) for term in block.terms for rank in term
+        rank: color
+        for block, color in zip(found, palette, strict=True)
+        for replicas in block.parts
+        for ranks in replicas
+        for rank in ranks
     }
     left, right = figure.subplots(1, 2, width_ratios=(mesh_size(sharding.dims)[0], _ARRAY[0]))
     _draw_ranks(left, sharding.dims, [by_rank[rank] for rank in sorted(by_rank)])
     _draw_blocks(right, sharding, found, palette)
-    right.set_title(title, fontsize="medium")
+    right.set_title("\n".join([title, *_not_drawn(sharding)]), fontsize="medium")
 
 
 def colors(count: int) -> list[Any]:
@@ -129,14 +141,31 @@ def _draw_blocks(axes: Axes, sharding: Sharding, found: Sequence[Block], palette
 
 
 def _text_of(block: Block, sharding: Sharding) -> str:
-    """Return the ranks that hold a block, such as "0, 2" for replicas and "sum(0, 1)" for partial arrays."""
-    terms = [", ".join(map(str, term)) for term in block.terms]
-    operators = {placement.operator for placement in sharding.placements if isinstance(placement, Partial)}
-    if operators:
-        # An average of sums has the names of both.
-        terms = [f"{' of '.join(sorted(operators))}({term})" for term in terms]
-        return "\n".join(terms)
-    return ("ranks " if len(terms) > 1 else "rank ") + ", ".join(terms)
+    """Return the ranks that hold a block, such as "ranks 0, 2" for replicas and "sum of ranks 0, 1" for partials."""
+    # An average of sums has the names of both.
+    operators = sorted({placement.operator for placement in sharding.placements if isinstance(placement, Partial)})
+    lines = []
+    for replicas in block.parts:
+        groups = replicas if operators else [[rank for (rank,) in replicas]]
+        lines.append("\n= ".join(" of ".join([*operators, _named(ranks)]) for ranks in groups))
+    return "\n".join(lines)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    if len(numbers) > _NAMED:
+        numbers[2:-1] = ["..."]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}"
+
+
+def _not_drawn(sharding: Sharding) -> Iterator[str]:
+    """Yield lines about what the blocks do not show: over which dims the array is Partial, and further axes."""
+    if sharding.partial_dims:
+        yield "hatched: " + ", ".join(f"{sharding.by_dim[dim]!r} over {dim}" for dim in sharding.partial_dims)
+    for axis in sorted({*range(len(sharding.shape))} - {*shown_axes(sharding)}):
+        split_by = ", ".join(sharding.dims_of(axis))
+        how = f"split by {split_by}, a line for each part" if split_by else "whole in each block"
+        yield f"not drawn: axis {axis}, {how}"
 
 
 def _draw_cell(

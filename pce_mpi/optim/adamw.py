@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.distributed.array import DistArray
 from pce_mpi.optim.optimizer import Optimizer
-from pce_mpi.optim.parameters import not_negative
+from pce_mpi.optim.parameters import Parameters, not_negative
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -24,7 +23,7 @@ class AdamW(Optimizer):
 
     Parameters
     ----------
-    parameters : iterable of DistArray, or of dict
+    parameters : iterable or mapping of DistArray, or iterable of dict
         Those of `SGD`, or groups of them.
     lr : float, default 1e-3
         The learning rate, finite and not negative; it may be assigned between steps, as in `SGD`.
@@ -63,7 +62,7 @@ class AdamW(Optimizer):
 
     def __init__(
         self,
-        parameters: Iterable[DistArray] | Iterable[Mapping[str, Any]],
+        parameters: Parameters | Iterable[Mapping[str, Any]],
         lr: float = 1e-3,
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 import math
 import operator
@@ -19,20 +19,20 @@ from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.arithmetic import current
 from pce_mpi.hollow import enter
-from pce_mpi.optim.parameters import check_parameters, listed, not_negative
+from pce_mpi.optim.parameters import Parameters, check_parameters, listed, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-def clip_grad_norm(parameters: Iterable[DistArray], max_norm: float) -> float:
+def clip_grad_norm(parameters: Parameters, max_norm: float) -> float:
     """Scale the gradients so that their norm is at most `max_norm`.
 
     As in `torch.nn.utils.clip_grad_norm_`, each gradient is multiplied by min(1, max_norm / (norm + 1e-6)).
 
     Parameters
     ----------
-    parameters : iterable of DistArray
+    parameters : iterable or mapping of DistArray
         As for `SGD`. Parameters without a gradient do not count.
     max_norm : float
         The bound, not negative.

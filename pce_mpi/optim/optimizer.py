@@ -17,7 +17,7 @@ from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.tensor_files import names_shown, shown
 from pce_mpi.hollow import enter
-from pce_mpi.optim.parameters import block_of, blocks, check_parameters, in_groups, not_negative
+from pce_mpi.optim.parameters import Parameters, block_of, blocks, check_parameters, in_groups, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -36,7 +36,7 @@ class Optimizer(ABC):
     # The buffers of squares, which must not be negative.
     _squares: tuple[str, ...] = ()
 
-    def __init__(self, parameters: Iterable[DistArray] | Iterable[Mapping[str, Any]], **defaults: Any) -> None:
+    def __init__(self, parameters: Parameters | Iterable[Mapping[str, Any]], **defaults: Any) -> None:
         groups = in_groups(parameters)
         self.parameters: list[DistArray] = [parameter for group in groups for parameter in group["params"]]
         check_parameters(self.parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 import math
 from typing import Any
@@ -18,10 +18,14 @@ _BLOCK = 2**16
 _BLOCK_OF_DEVICE = 2**24
 
 
+# A mapping has them by name, as `shard_parameters` returns them.
+Parameters = Iterable[DistArray] | Mapping[str, DistArray]
+
+
 def listed(parameters: Any) -> list[DistArray]:
     if isinstance(parameters, DistArray):
         raise TypeError("parameters must be a list of distributed arrays, got one distributed array")
-    return list(parameters)
+    return list(parameters.values() if isinstance(parameters, Mapping) else parameters)
 
 
 def in_groups(parameters: Any) -> list[dict[str, Any]]:

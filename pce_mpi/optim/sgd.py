@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.distributed.array import DistArray
 from pce_mpi.optim.optimizer import Optimizer
-from pce_mpi.optim.parameters import not_negative
+from pce_mpi.optim.parameters import Parameters, not_negative
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -24,10 +23,11 @@ class SGD(Optimizer):
 
     Parameters
     ----------
-    parameters : iterable of DistArray, or of dict
+    parameters : iterable or mapping of DistArray, or iterable of dict
         Arrays that were made with `requires_grad=True`, each once, over any meshes, of any floating dtype; none may be
-        Partial. Or groups of them, as in torch: each is a dict with an iterable of arrays as "params", and with its own
-        values for some of the options below, such as `{"params": biases, "weight_decay": 0.0}`.
+        Partial. The values of a mapping count, in its order. Or groups of them, as in torch: each is a dict with such
+        arrays as "params", and with its own values for some of the options below, such as
+        `{"params": biases, "weight_decay": 0.0}`.
     lr : float
         The learning rate, finite and not negative. It may be assigned between steps: `optimizer.lr`, or
         `optimizer.param_groups[i]["lr"]` for one group.
@@ -66,7 +66,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        parameters: Iterable[DistArray] | Iterable[Mapping[str, Any]],
+        parameters: Parameters | Iterable[Mapping[str, Any]],
         lr: float,
         momentum: float = 0.0,
         nesterov: bool = False,

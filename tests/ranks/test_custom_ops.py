@@ -356,6 +356,10 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "array_equal": lambda x: np.array_equal(x, x),
     "zeros_like": np.zeros_like,
     "meshgrid": lambda x: np.meshgrid(x[0], x[1]),
+    "methods": lambda x: [
+        *(x.argmax(), x.argmax(0), x.argmax(axis=-1), x.std(), x.var(1), x.var(axis=0, ddof=1, keepdims=True)),
+        *(x.cumsum(), x.cumsum(1), x.clip(2.0, OTHER), x.clip(max=3.0), x[:1].squeeze(), x[:1].squeeze(axis=0)),
+    ],
 }
 
 

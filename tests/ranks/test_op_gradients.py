@@ -13,7 +13,7 @@ from pce_mpi import Shard
 from pce_mpi.arrays import is_floating
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.recording import put_on_tape
-from pce_mpi.distributed.array import OPERATIONS
+from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.distributed.sharding import Sharding
 from ranks.op_cases import (
     CASES,
@@ -44,6 +44,35 @@ def test_public_functions_of_operations_are_entered():
     ours = [each for each in functions if inspect.isfunction(each) and each.__module__.startswith("pce_mpi.ops.")]
     assert len(ours) > 50
     assert [each.__name__ for each in ours if OPERATIONS.get(each.__name__) is not each] == []
+
+
+METHODS = [name for name in OPS if name in DEFINED and name in vars(DistArray)]
+# The shape, or the axes, may be given one by one; argmax without an axis is over all elements, as in NumPy.
+OTHERWISE = ("reshape", "transpose", "argmax")
+
+
+def test_methods_of_numpy_are_methods():
+    assert {name for name in DEFINED if hasattr(np.ndarray, name)} <= vars(DistArray).keys()
+    assert {"softmax", "log_softmax", "logsumexp"} <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in OTHERWISE])
+def test_method_takes_what_its_function_takes(name):
+    ours, function = ([*inspect.signature(f).parameters.values()] for f in (vars(DistArray)[name], OPERATIONS[name]))
+    assert [(each.name, each.kind, each.default) for each in ours[1:]] == [
+        (each.name, each.kind, each.default) for each in function[1:]
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in OTHERWISE])
+def test_method_gives_what_its_function_gives(name):
+    cases = [case for case in cases_of(name) if case.parameters is not None]
+    for case in cases:
+        function = one_process(case)
+        parameters = case.parameters
+        method = one_process(replace(case, call=lambda x, *y, by=parameters: getattr(x, name)(*y, **by)))
+        assert repr(method) == repr(function), case.name
+    assert cases
 
 
 # -------------------------------------------------------------------------------------------- results and gradients

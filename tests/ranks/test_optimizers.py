@@ -323,6 +323,26 @@ def test_state_of_cupy_arrays_is_saved_and_taken(comm, cupy, tmp_path_factory):
         assert cupy.asnumpy(array.local).tobytes() == read[name].local.tobytes()
 
 
+def test_parameters_by_name_are_taken_in_order(comm):
+    mesh = mesh_of(comm, comm.size)
+    values, gradients = drawn()
+    found = []
+    for taken in (list, lambda parameters: dict(zip("wv", parameters, strict=True))):
+        for step in (AdamW, lambda given, lr: SGD(given, lr, momentum=0.9), lambda given, lr: AdamW([group(given)], lr)):
+            both = [pce.distribute(scale * values, mesh, requires_grad=True, data=Shard(0)) for scale in (1, 2)]
+            optimizer = step(taken(both), lr=0.1)
+            for parameter, gradient in zip(both, gradients, strict=False):
+                parameter.grad = pce.distribute(gradient, mesh)
+            norm = pce.clip_grad_norm(taken(both), 1.0)
+            optimizer.step()
+            found.append((norm, *(parameter.full().tobytes() for parameter in both)))
+    assert found[:3] == found[3:]
+
+
+def group(parameters):
+    return {"params": parameters, "weight_decay": 0.0}
+
+
 @pytest.mark.sizes(1)  # a rank refuses them by itself
 def test_wrong_parameters_and_numbers_are_told(comm):
     mesh = mesh_of(comm, comm.size)
@@ -340,7 +360,9 @@ def test_wrong_parameters_and_numbers_are_told(comm):
                 ([w, plain, w], ValueError, r"parameters\[1\] must be an array"),
                 ([w, w], ValueError, r"parameters\[1\] is the same array as parameters\[0\]"),
                 ([partial], ValueError, r"parameters\[0\] must not be Partial"),
-                ({"w": w}, TypeError, r"parameters\[0\] must be a distributed array, got str"),
+                ({}, ValueError, "parameters are missing"),
+                ({"w": np.zeros(3)}, TypeError, r"parameters\[0\] must be a distributed array, got ndarray"),
+                ([("w", w)], TypeError, r"parameters\[0\] must be a distributed array, got tuple"),
                 (w, TypeError, "must be a list of distributed arrays"),
             )
         ),

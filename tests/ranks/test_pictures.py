@@ -1,12 +1,15 @@
 """The pictures of meshes, arrays and traces."""
 
+from itertools import combinations
 import sys
 from xml.etree import ElementTree
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 import numpy as np
 import pytest
 
 import pce_mpi as pce
+from pce_mpi.comm.tracing import Event, Purpose
 from pce_mpi.distributed.pictures import array_size, blocks, draw_array
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.pictures import new_figure
@@ -32,8 +35,9 @@ def drawn(dims, shape, placements, splits=None):
         ((6, 8), {"data": pce.Shard(0), "classes": pce.Shard(1)}, ["rank 0", "rank 1", "rank 2", "rank 3"]),
         ((6, 8), {"data": pce.Shard(0)}, ["ranks 0, 1", "ranks 2, 3"]),
         ((6, 8), {"classes": pce.Shard(1)}, ["ranks 0, 2", "ranks 1, 3"]),
-        ((6, 8), {"data": pce.Partial("sum")}, ["sum(0, 2)\nsum(1, 3)"]),
-        ((6, 8), {"data": pce.Shard(0), "classes": pce.Partial("max")}, ["max(0, 1)", "max(2, 3)"]),
+        ((6, 8), {"data": pce.Partial("sum")}, ["sum of ranks 0, 2\n= sum of ranks 1, 3"]),
+        ((6, 8), {"data": pce.Shard(0), "classes": pce.Partial("max")}, ["max of ranks 0, 1", "max of ranks 2, 3"]),
+        ((6,), {"data": pce.Partial("sum"), "classes": pce.Partial("avg")}, ["avg of sum of ranks 0, 1, 2, 3"]),
         ((), {}, ["ranks 0, 1, 2, 3"]),
         ((1,), {"data": pce.Shard(0)}, ["ranks 0, 1"]),  # the other block is empty
         ((0, 3), {"data": pce.Shard(0)}, []),
@@ -69,6 +73,151 @@ def test_sharded_axes_are_shown_first():
     ]
 
 
+SEVERAL = (("data", 2), ("model", 2), ("seq", 3))
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "placements", "lines"),
+    [
+        (DIMS, (6, 8), {"data": pce.Shard(0)}, []),
+        (DIMS, (2, 4, 6), {"data": pce.Shard(0)}, ["not drawn: axis 1, whole in each block"]),
+        (DIMS, (2, 4, 6), {"data": pce.Shard(1)}, ["not drawn: axis 0, whole in each block"]),
+        (
+            DIMS,
+            (2, 3, 4, 6),
+            {"data": pce.Shard(0), "classes": pce.Partial("sum")},
+            [
+                "hatched: Partial('sum') over classes",
+                "not drawn: axis 1, whole in each block",
+                "not drawn: axis 2, whole in each block",
+            ],
+        ),
+        (
+            SEVERAL,
+            (2, 4, 6),
+            {"data": pce.Shard(0), "model": pce.Shard(1), "seq": pce.Shard(2)},
+            ["not drawn: axis 2, split by seq, a line for each part"],
+        ),
+    ],
+)
+def test_title_says_what_is_not_drawn(dims, shape, placements, lines):
+    assert drawn(dims, shape, placements).axes[-1].get_title() == "\n".join(["title", *lines])
+
+
+@pytest.mark.parametrize(
+    ("seq", "words"),
+    [(pce.Shard(2), "rank 0\nrank 1\nrank 2"), (pce.Partial("sum"), "sum of ranks 0, 1, 2")],
+)
+def test_block_has_line_for_each_hidden_part(seq, words):
+    placements = {"data": pce.Shard(0), "model": pce.Shard(1), "seq": seq}
+    assert texts(drawn(SEVERAL, (2, 4, 6), placements))[0] == words
+
+
+def test_block_of_many_ranks_names_first_and_last():
+    dims = (("data", 16),)
+    assert texts(drawn(dims, (6, 8), {})) == ["ranks 0, 1, ..., 15"]
+    assert texts(drawn(dims, (6, 8), {"data": pce.Partial("sum")})) == ["sum of ranks 0, 1, ..., 15"]
+
+
+# ------------------------------------------------------------------------------------------------------------- traces
+
+
+def event(operation, size, *, phase="forward", purpose=Purpose.PAYLOAD, collective="all_reduce"):
+    return Event(phase, operation, collective, purpose, "data", 2, size, "a reason")
+
+
+def agreement(operation, phase="forward"):
+    return event(operation, 56, phase=phase, purpose=Purpose.AGREEMENT, collective="all_gather")
+
+
+def trace_of(*events):
+    trace = pce.Trace()
+    trace.events.extend(events)
+    return trace
+
+
+def step_of(layers):
+    """The events of a training step: few in its last phase."""
+    forward = [each for layer in range(layers) for each in (agreement("layer_norm"), event("matmul", 8 << layer))]
+    backward = [event(operation, 4096, phase="backward") for operation in ("matmul", "gelu", "layer_norm") * layers]
+    return trace_of(*forward, *backward, agreement("AdamW", "step"), event("AdamW", 10**6, phase="step"))
+
+
+TRACES = {
+    "empty": trace_of(),
+    "one": trace_of(event("sum", 8)),
+    "one without bytes": trace_of(event("sum", 0)),
+    "loss": trace_of(agreement("cross_entropy"), event("cross_entropy", 640)),
+    "step": step_of(3),
+    "many": step_of(40),
+    "long names": trace_of(*(event(f"{'long_' * 6}{index}", 10**index) for index in range(10))),
+}
+
+
+def bars_of(figure):
+    return [bar.get_height() for bars in figure.axes[0].containers for bar in bars]
+
+
+def names_of(figure):
+    return [label.get_text() for label in figure.axes[0].get_xticklabels()]
+
+
+def test_title_counts_what_select_returns():
+    trace = step_of(3)
+    found = trace.plot().get_suptitle()
+    assert found == f"{trace.count()} collectives, {trace.bytes():,} bytes of payload; 4 agreements of ranks"
+    assert trace.count(purpose=None) == trace.count() + 4
+    assert trace_of(event("sum", 8)).plot().get_suptitle() == "1 collective, 8 bytes of payload"
+
+
+def test_bars_are_named_after_operations():
+    assert names_of(step_of(1).plot()) == ["matmul", "matmul", "gelu", "layer_norm", "AdamW"]
+
+
+def test_largest_bars_are_named_first():
+    trace = trace_of(*(event(f"operation {index}", index) for index in range(200)))
+    found = names_of(trace.plot())
+    assert found[0] == "operation 199" and 20 <= len(found) <= 41
+
+
+def test_legend_names_collectives_and_phases_once():
+    [legend] = step_of(2).plot().legends
+    assert sorted(text.get_text() for text in legend.get_texts()) == [
+        "agreement",
+        "all_reduce",
+        "backward",
+        "forward",
+        "step",
+    ]
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_texts_of_trace_do_not_overlap(name):
+    figure = TRACES[name].plot()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    axes, [page] = figure.axes[0], [figure.bbox]
+    labels = [*axes.get_xticklabels(), axes.xaxis.label, *axes.get_yticklabels(), axes.yaxis.label, figure._suptitle]
+    labels += [text for legend in figure.legends for text in legend.get_texts()]
+    low, high = axes.get_ylim()
+    boxes = [
+        (label.get_text(), label.get_window_extent())
+        for label in labels
+        if label.axes is None or label not in axes.get_yticklabels() or low <= label.get_position()[1] <= high
+    ]
+    assert [(a, b) for (a, here), (b, there) in combinations(boxes, 2) if here.overlaps(there)] == []
+    assert [a for a, box in boxes if box.x0 < page.x0 or box.x1 > page.x1 or box.y0 < page.y0 or box.y1 > page.y1] == []
+    assert axes.bbox.height > figure.bbox.height / 3
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_highest_bar_ends_below_the_frame(name):
+    figure = TRACES[name].plot()
+    heights, (low, high) = bars_of(figure), figure.axes[0].get_ylim()
+    assert sorted(heights) == sorted(event.bytes for event in TRACES[name].events)
+    assert low == 0 and max(heights, default=0) * 2 < high
+
+
 def svg_texts(html):
     svg = ElementTree.fromstring(html[: html.index("</svg>") + len("</svg>")])
     return ["".join(text.itertext()).strip() for text in svg.iter("{http://www.w3.org/2000/svg}text")]
@@ -87,7 +236,7 @@ def test_notebook_shows_pictures(comm):
     assert f"rank {comm.size - 1}" in words[0] and "(" + f"{2 * comm.size}, 3) of float64" in words[1]
     assert any("bytes of payload" in text for text in words[2])
     assert mesh.plot().axes and x.plot().axes
-    bars = [bar.get_height() for bar in sent.plot().axes[0].patches]
+    bars = bars_of(sent.plot())
     assert sorted(bars) == sorted(event.bytes for event in sent.events) and max(bars) > 0
     assert "0 collectives, 0 bytes of payload" in svg_texts(events._repr_html_())
 
