@@ -32,12 +32,12 @@ def size(events: Sequence[Any]) -> tuple[float, float]:
 def operations(events: Sequence[Any]) -> dict[float, str]:
     """Return names of operations by the middle of their bars: those of most bytes, where not all have room."""
     found: dict[float, str] = {}
-    runs = list(_runs(events, "phase", "operation"))
+    runs = _runs(events, "phase", "operation")
     for start, run in sorted(runs, key=lambda each: -max(event.bytes for event in each[1])):
         middle = start + (len(run) - 1) / 2
         if all(abs(middle - other) >= len(events) / _NAMED for other in found):
             found[middle] = run[0].operation
-    return found
+    return dict(sorted(found.items()))
 
 
 def _runs(events: Sequence[Any], *names: str) -> Iterator[tuple[int, list[Any]]]:
@@ -70,6 +70,7 @@ def draw_timeline(figure: Figure, events: Sequence[Any]) -> None:
     named, highest = operations(events), max((event.bytes for event in events), default=0)
     axes.set_xticks([*named], [*named.values()], rotation="vertical", fontsize="small")
     axes.tick_params(axis="x", length=0)
+    axes.set_xticks([start - 0.5 for start, _ in _runs(events, "phase", "operation")], minor=True)
     axes.set(xlim=(-0.6, max(len(events), 8) - 0.4), xlabel="collectives, in order", ylabel="bytes of this rank")
     axes.set_yscale("symlog", linthresh=10)
     axes.set_yticks([0, *(10**digits for digits in range(1, len(str(highest)) + 1))])

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# In inches: the cell of a rank, the largest picture, and an array.
+# In inches: the cell of a rank, the largest picture, and an array; a letter in a cell, and a line of them.
 _CELL, _LARGEST, _ARRAY = 0.7, 6.0, (4.6, 3.0)
-# With more blocks than these, their texts would overlap.
-_LABELLED = 64
+_LETTER, _LINE = 0.063, 0.155
+# In inches: what the numbers and names around a mesh, and around an array with a title of one line, take.
+_AROUND_MESH, _AROUND_ARRAY = (1.3, 0.8), (0.6, 1.0)
 # If a block has more ranks than these, the first two and the last one are named.
 _NAMED = 8
 
@@ -58,15 +59,14 @@ def blocks(sharding: Sharding) -> list[Block]:
         replica = tuple(where for dim, where in at.items() if dim not in sharding.partial_dims)
         parts = found.setdefault(tuple(part[axis] for axis in axes), {})
         parts.setdefault(part, {}).setdefault(replica, []).append(rank)
-    return [
-        Block(ranges, [list(replicas.values()) for replicas in parts.values()]) for ranges, parts in found.items()
-    ]
+    return [Block(ranges, [list(replicas.values()) for replicas in parts.values()]) for ranges, parts in found.items()]
 
 
 def mesh_size(dims: Dims) -> tuple[float, float]:
     """Return the width and height of the picture of a mesh, in inches."""
     rows, columns = _grid(dims)
-    return min(_LARGEST, 1.3 + _CELL * columns), min(_LARGEST, 0.8 + _CELL * rows)
+    width, height = _AROUND_MESH
+    return min(_LARGEST, width + _CELL * columns), min(_LARGEST, height + _CELL * rows)
 
 
 def array_size(dims: Dims) -> tuple[float, float]:
@@ -93,8 +93,10 @@ def draw_array(figure: Figure, sharding: Sharding, title: str) -> None:
     }
     left, right = figure.subplots(1, 2, width_ratios=(mesh_size(sharding.dims)[0], _ARRAY[0]))
     _draw_ranks(left, sharding.dims, [by_rank[rank] for rank in sorted(by_rank)])
-    _draw_blocks(right, sharding, found, palette)
-    right.set_title("\n".join([title, *_not_drawn(sharding)]), fontsize="medium")
+    lines = [title, *_not_drawn(sharding)]
+    room = _ARRAY[0] - _AROUND_ARRAY[0], array_size(sharding.dims)[1] - _AROUND_ARRAY[1] - 0.2 * (len(lines) - 1)
+    _draw_blocks(right, sharding, found, palette, room)
+    right.set_title("\n".join(lines), fontsize="medium")
 
 
 def colors(count: int) -> list[Any]:
@@ -111,10 +113,14 @@ def _grid(dims: Dims) -> tuple[int, int]:
 
 def _draw_ranks(axes: Axes, dims: Dims, palette: Sequence[Any]) -> None:
     rows, columns = _grid(dims)
-    text = "rank {}" if columns <= 8 else "{}" if columns <= 16 else ""
+    unit = min(
+        (size - around) / count
+        for size, around, count in zip(mesh_size(dims), _AROUND_MESH, (columns, rows), strict=True)
+    )
     for rank, color in enumerate(palette):
         row, column = divmod(rank, columns)
-        _draw_cell(axes, (column, column + 1), (row, row + 1), color, text.format(rank))
+        texts = f"rank {rank}", str(rank)
+        _draw_cell(axes, (column, column + 1), (row, row + 1), color, texts, (unit, unit))
     axes.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xlabel=dims[-1][0])
     outer = list(all_coordinates(dims[:-1]))
     _label_cells(axes.xaxis, [str(column) for column in range(columns)])
@@ -122,16 +128,18 @@ def _draw_ranks(axes: Axes, dims: Dims, palette: Sequence[Any]) -> None:
     axes.set_ylabel(", ".join(name for name, _ in dims[:-1]))
 
 
-def _draw_blocks(axes: Axes, sharding: Sharding, found: Sequence[Block], palette: Sequence[Any]) -> None:
+def _draw_blocks(
+    axes: Axes, sharding: Sharding, found: Sequence[Block], palette: Sequence[Any], room: tuple[float, float]
+) -> None:
     shown = shown_axes(sharding)
+    height, width = (1, 1, *(sharding.shape[axis] for axis in shown))[-2:]
+    units = room[0] / max(width, 1), room[1] / max(height, 1)
     for block, color in zip(found, palette, strict=True):
         # One axis runs to the right; an array without axes is one cell.
         vertical, horizontal = ((0, 1), (0, 1), *block.ranges)[-2:]
         if vertical[0] < vertical[1] and horizontal[0] < horizontal[1]:
-            text = _text_of(block, sharding) if len(found) <= _LABELLED else ""
             hatch = "//" if sharding.partial_dims else None
-            _draw_cell(axes, horizontal, vertical, color, text, hatch=hatch)
-    height, width = (1, 1, *(sharding.shape[axis] for axis in shown))[-2:]
+            _draw_cell(axes, horizontal, vertical, color, [_text_of(block, sharding)], units, hatch=hatch)
     axes.set(xlim=(0, max(width, 1)), ylim=(max(height, 1), 0), xticks=[], yticks=[])
     for axis, where in zip(reversed(shown), (axes.xaxis, axes.yaxis), strict=False):
         ends = sorted({end for block in found for end in block.ranges[shown.index(axis)]})
@@ -169,14 +177,27 @@ def _not_drawn(sharding: Sharding) -> Iterator[str]:
 
 
 def _draw_cell(
-    axes: Axes, x: tuple[float, float], y: tuple[float, float], color: Any, text: str, hatch: str | None = None
+    axes: Axes,
+    x: tuple[float, float],
+    y: tuple[float, float],
+    color: Any,
+    texts: Sequence[str],
+    units: tuple[float, float],
+    hatch: str | None = None,
 ) -> None:
+    """Draw a cell with the first of `texts` that has room, upright or turned; `units` are in inches."""
     from matplotlib.patches import Rectangle
 
-    cell = Rectangle((x[0], y[0]), x[1] - x[0], y[1] - y[0], facecolor=color, edgecolor="white", hatch=hatch)
-    axes.add_patch(cell)
-    # The colours of the cells are light, on dark pages too.
-    axes.text(sum(x) / 2, sum(y) / 2, text, ha="center", va="center", fontsize="small", color="#000000")
+    size = x[1] - x[0], y[1] - y[0]
+    axes.add_patch(Rectangle((x[0], y[0]), *size, facecolor=color, edgecolor="white", hatch=hatch))
+    width, height = (length * unit for length, unit in zip(size, units, strict=True))
+    for text, (angle, along, across) in product(texts, ((0, width, height), (90, height, width))):
+        lines = text.split("\n")
+        if _LETTER * max(map(len, lines)) < along and _LINE * len(lines) < across:
+            style = {"ha": "center", "va": "center", "fontsize": "small"}
+            # The colours of the cells are light, on dark pages too.
+            axes.text(sum(x) / 2, sum(y) / 2, text, rotation=angle, color="#000000", **style)
+            break
 
 
 def _label_cells(axis: Any, texts: Sequence[str]) -> None:

@@ -328,19 +328,15 @@ def test_parameters_by_name_are_taken_in_order(comm):
     values, gradients = drawn()
     found = []
     for taken in (list, lambda parameters: dict(zip("wv", parameters, strict=True))):
-        for step in (AdamW, lambda given, lr: SGD(given, lr, momentum=0.9), lambda given, lr: AdamW([group(given)], lr)):
+        for optimizer_of in (AdamW, SGD, lambda given, lr: AdamW([{"params": given, "weight_decay": 0.0}], lr)):
             both = [pce.distribute(scale * values, mesh, requires_grad=True, data=Shard(0)) for scale in (1, 2)]
-            optimizer = step(taken(both), lr=0.1)
+            optimizer = optimizer_of(taken(both), lr=0.1)
             for parameter, gradient in zip(both, gradients, strict=False):
                 parameter.grad = pce.distribute(gradient, mesh)
             norm = pce.clip_grad_norm(taken(both), 1.0)
             optimizer.step()
             found.append((norm, *(parameter.full().tobytes() for parameter in both)))
     assert found[:3] == found[3:]
-
-
-def group(parameters):
-    return {"params": parameters, "weight_decay": 0.0}
 
 
 @pytest.mark.sizes(1)  # a rank refuses them by itself
