@@ -117,10 +117,10 @@ def _draw_ranks(axes: Axes, dims: Dims, palette: Sequence[Any]) -> None:
         (size - around) / count
         for size, around, count in zip(mesh_size(dims), _AROUND_MESH, (columns, rows), strict=True)
     )
+    form = next((form for form in ("rank {}", "{}") if _LETTER * len(form.format(len(palette) - 1)) < unit), "")
     for rank, color in enumerate(palette):
         row, column = divmod(rank, columns)
-        texts = f"rank {rank}", str(rank)
-        _draw_cell(axes, (column, column + 1), (row, row + 1), color, texts, (unit, unit))
+        _draw_cell(axes, (column, column + 1), (row, row + 1), color, form.format(rank), (unit, unit))
     axes.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xlabel=dims[-1][0])
     outer = list(all_coordinates(dims[:-1]))
     _label_cells(axes.xaxis, [str(column) for column in range(columns)])
@@ -139,7 +139,7 @@ def _draw_blocks(
         vertical, horizontal = ((0, 1), (0, 1), *block.ranges)[-2:]
         if vertical[0] < vertical[1] and horizontal[0] < horizontal[1]:
             hatch = "//" if sharding.partial_dims else None
-            _draw_cell(axes, horizontal, vertical, color, [_text_of(block, sharding)], units, hatch=hatch)
+            _draw_cell(axes, horizontal, vertical, color, _text_of(block, sharding), units, hatch=hatch)
     axes.set(xlim=(0, max(width, 1)), ylim=(max(height, 1), 0), xticks=[], yticks=[])
     for axis, where in zip(reversed(shown), (axes.xaxis, axes.yaxis), strict=False):
         ends = sorted({end for block in found for end in block.ranges[shown.index(axis)]})
@@ -168,8 +168,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _not_drawn(sharding: Sharding) -> Iterator[str]:
     """Yield lines about what the blocks do not show: over which dims the array is Partial, and further axes."""
-    if sharding.partial_dims:
-        yield "hatched: " + ", ".join(f"{sharding.by_dim[dim]!r} over {dim}" for dim in sharding.partial_dims)
+    for placement in dict.fromkeys(sharding.by_dim[dim] for dim in sharding.partial_dims):
+        over = ", ".join(dim for dim in sharding.partial_dims if sharding.by_dim[dim] == placement)
+        yield f"hatched: {placement!r} over {over}"
     for axis in sorted({*range(len(sharding.shape))} - {*shown_axes(sharding)}):
         split_by = ", ".join(sharding.dims_of(axis))
         how = f"split by {split_by}, a line for each part" if split_by else "whole in each block"
@@ -181,22 +182,22 @@ def _draw_cell(
     x: tuple[float, float],
     y: tuple[float, float],
     color: Any,
-    texts: Sequence[str],
+    text: str,
     units: tuple[float, float],
     hatch: str | None = None,
 ) -> None:
-    """Draw a cell with the first of `texts` that has room, upright or turned; `units` are in inches."""
+    """Draw a cell with `text`, upright or turned, or without if it has no room; `units` are in inches."""
     from matplotlib.patches import Rectangle
 
     size = x[1] - x[0], y[1] - y[0]
     axes.add_patch(Rectangle((x[0], y[0]), *size, facecolor=color, edgecolor="white", hatch=hatch))
     width, height = (length * unit for length, unit in zip(size, units, strict=True))
-    for text, (angle, along, across) in product(texts, ((0, width, height), (90, height, width))):
-        lines = text.split("\n")
+    lines = text.split("\n")
+    for angle, along, across in ((0, width, height), (90, height, width)):
         if _LETTER * max(map(len, lines)) < along and _LINE * len(lines) < across:
-            style = {"ha": "center", "va": "center", "fontsize": "small"}
+            middle = sum(x) / 2, sum(y) / 2
             # The colours of the cells are light, on dark pages too.
-            axes.text(sum(x) / 2, sum(y) / 2, text, rotation=angle, color="#000000", **style)
+            axes.text(*middle, text, rotation=angle, ha="center", va="center", fontsize="small", color="#000000")
             break
 
 
