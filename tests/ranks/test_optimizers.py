@@ -331,6 +331,7 @@ def test_parameters_by_name_are_taken_in_order(comm):
         for optimizer_of in (AdamW, SGD, lambda given, lr: AdamW([{"params": given, "weight_decay": 0.0}], lr)):
             both = [pce.distribute(scale * values, mesh, requires_grad=True, data=Shard(0)) for scale in (1, 2)]
             optimizer = optimizer_of(taken(both), lr=0.1)
+            assert [*map(id, optimizer.parameters)] == [*map(id, both)]
             for parameter, gradient in zip(both, gradients, strict=False):
                 parameter.grad = pce.distribute(gradient, mesh)
             norm = pce.clip_grad_norm(taken(both), 1.0)

@@ -147,7 +147,7 @@ def shown(figure):
     ],
 )
 def test_texts_stay_in_their_cells(sizes, placements, count):
-    figure = shown(drawn(tuple(zip(("data", "model"), sizes, strict=True)), (16, 16, 5), placements))
+    figure = shown(drawn(tuple(zip(("data", "model"), sizes, strict=True)), (16, 16), placements))
     for axes in figure.axes:
         cells = [cell.get_window_extent() for cell in axes.patches]
         for text in filter(Text.get_text, axes.texts):
@@ -219,7 +219,7 @@ def test_largest_bars_are_named_first():
 
 
 def test_legend_names_collectives_and_phases_once():
-    [legend] = step_of(2).plot().legends
+    [legend] = trace_of(*step_of(2).events * 2).plot().legends
     assert sorted(text.get_text() for text in legend.get_texts()) == [
         "agreement",
         "all_reduce",
