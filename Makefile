@@ -153,8 +153,12 @@ lint: $(installed)/dev
 	$(schema).github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 	$(schema).citation-file-format CITATION.cff
 
+# What a page loads must come with it: links alone may lead to another host.
 docs: $(installed)/docs
+	$(bin)/python docs/pages.py
 	$(bin)/mkdocs build
+	@! grep -rnoE --include='*.html' --include='*.css' \
+		'<(script|link|img|iframe)[^>]* (src|href)=.?(https?:)?//[^ >]*|(url\(|@import).?(https?:)?//[^ )]*' site
 
 # The wheel is tried in an environment of its own, outside the clone.
 dist: $(installed)/release

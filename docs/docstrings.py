@@ -1,5 +1,7 @@
-"""Prepare the docstrings for the reference: public names become links."""
+"""Prepare the docstrings for the reference: public names become links, and signatures show the options by name."""
 
+import inspect
+from pydoc import locate
 import re
 from typing import Any
 
@@ -7,17 +9,28 @@ import griffe
 
 
 class Docstrings(griffe.Extension):
-    """Link the public names in all docstrings of the package."""
+    """Link the public names in all docstrings of the package, and take signatures as Python shows them."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         # Other names, such as `sum`, are often values of options or everyday words.
         names = [name for name, member in pkg.members.items() if member.is_alias and re.search("[A-Z_]", name)]
-        _link(pkg, re.compile(rf"(?<!`)`({'|'.join(names)})`(?!`)"), pkg.path)
+        _prepare(pkg, re.compile(rf"(?<!`)`({'|'.join(names)})`(?!`)"), pkg.path)
 
 
-def _link(thing: griffe.Object, public: re.Pattern[str], package: str) -> None:
+def _prepare(thing: griffe.Object, public: re.Pattern[str], package: str) -> None:
     if thing.docstring is not None:
         thing.docstring.value = public.sub(rf"[`\1`][{package}.\1]", thing.docstring.value)
+    if isinstance(thing, griffe.Function) and any("Unpack[" in str(each.annotation) for each in thing.parameters):
+        _show_options(thing)
     for member in thing.members.values():
         if not member.is_alias:
-            _link(member, public, package)
+            _prepare(member, public, package)
+
+
+def _show_options(function: griffe.Function) -> None:
+    """Replace `**options`, which is all that the source says, by the options that `inspect.signature` has."""
+    del function.parameters["options"]
+    for each in inspect.signature(locate(function.path)).parameters.values():
+        if each.name not in function.parameters:
+            kind = griffe.ParameterKind(each.kind.description)
+            function.parameters.add(griffe.Parameter(each.name, kind=kind, default=repr(each.default)))

@@ -658,3 +658,37 @@ def test_tutorial_says_how_to_judge_its_functions():
     )
     start = "    python -m pce_mpi conformance --adapter torch-shards"
     assert commands == [f"{start} {VERIFY_YOUR_LOSS}:{function}" for function in ("cross_entropy", "repaired")]
+
+
+# -------------------------------------------------------------------------------------------------- pages of the site
+
+# A command and what it printed, as the page of a program shows it; the others show what their docstrings have.
+OUTPUTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/outputs").glob("*.txt"))}
+# These train for minutes. What they print of fewer steps, files or classes has the same form and other numbers.
+IN_SHORT = {
+    CLASSIFIER: ["--classes=1000"],
+    LANGUAGE_MODEL: [*SLICE, "--steps=3"],
+    TRANSFORMER: [*GPT_SLICE, "--steps=3"],
+}
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def test_page_of_every_program_has_its_output():
+    in_docstrings = {program for program in PROGRAMS if "\nprints\n\n" in docstring_of(program)}
+    assert in_docstrings | {f"examples/{name}.py" for name in OUTPUTS} == set(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_program_prints_what_its_page_shows(name):
+    command, _, page = OUTPUTS[name].partition("\n")
+    start, ranks, _, _, _, program, *args = command.removeprefix("$ mpiexec ").split()
+    output = job(int(ranks), program, *args, *IN_SHORT.get(program, []))
+    assert start == "-n" and output.returncode == 0, output.stderr
+    (printed, _, written), (shown, _, text) = (each.partition("\nCompletions") for each in (output.stdout, page))
+    forms = [re.sub(" +", " ", NUMBER.sub("#", each)) for each in (printed, shown)]
+    assert forms[0] == forms[1]
+    assert all(f"\n{prompt}|" in text for prompt in re.findall(r"^(.+)\|", written, re.MULTILINE))
+    if program not in IN_SHORT:
+        rounded = [re.sub(r"\de-\d\d", "", each) for each in (printed, shown)]  # differences by rounding
+        numbers = [[float(number.replace(",", "")) for number in NUMBER.findall(each)] for each in rounded]
+        np.testing.assert_allclose(*numbers, rtol=1e-5)
