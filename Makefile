@@ -156,7 +156,7 @@ lint: $(installed)/dev
 # What a page loads must come with it: links alone may lead to another host.
 docs: $(installed)/docs
 	$(bin)/python docs/pages.py
-	$(bin)/mkdocs build
+	$(bin)/zensical build --clean
 	@! grep -rnoE --include='*.html' --include='*.css' \
 		'<(script|link|img|iframe)[^>]* (src|href)=.?(https?:)?//[^ >]*|(url\(|@import).?(https?:)?//[^ )]*' site
 
@@ -175,7 +175,7 @@ wheels: $(installed)/release
 
 clean:
 	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo '$(VENV) is no virtual environment' >&2; exit 1; }
-	rm -rf $(VENV) build dist site pce_mpi.egg-info pce_mpi/loss/kernels/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site pce_mpi.egg-info pce_mpi/loss/kernels/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache
 	find benchmarks examples pce_mpi tests -name __pycache__ -prune -exec rm -rf {} +
 
 # The two MPIs share bin/mpiexec: the other one goes before this one comes.

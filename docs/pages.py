@@ -11,8 +11,6 @@ import posixpath
 import re
 import shutil
 
-from latex2mathml.converter import convert
-
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "build/pages"
 MODULES = "examples/modules.md"
@@ -37,6 +35,8 @@ TOKEN = re.compile(
 
 def page_of(text: str, source: str) -> str:
     """Return the Markdown of a file of the repository as that of its page."""
+    from latex2mathml.converter import convert  # which the tests, that read PAGES, do not install
+
     here = posixpath.dirname(PAGES[source])
 
     def link_to(path: str) -> str:
@@ -44,9 +44,9 @@ def page_of(text: str, source: str) -> str:
 
     def replaced(found: re.Match[str]) -> str:
         if found["block"]:
-            return f'<div class="formula">{convert(found["block"], "block")}</div>'
+            return f'<div class="formula">{convert(found["block"], display="block")}</div>'
         if found["inline"]:
-            return convert(found["inline"])
+            return f"<span>{convert(found['inline'])}</span>"
         if found["link"]:
             target, mark, anchor = found["link"].partition("#")
             path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))

@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 import re
+import runpy
 import shlex
 import sys
 import tempfile
@@ -221,6 +222,12 @@ def test_architecture_has_wings_in_order():
 def test_reference_has_every_public_name():
     documented = re.findall(r"^::: pce_mpi\.([\w.]+)$", PAGES["docs/reference.md"], re.MULTILINE)
     assert {name for name in documented if "." not in name} == set(pce_mpi.__all__)
+
+
+def test_menu_of_site_has_every_page():
+    pages = runpy.run_path(str(ROOT / "docs/pages.py"))["PAGES"].values()
+    menu = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(menu) == sorted({page for page in pages if page.endswith(".md")})
 
 
 def test_changelog_begins_with_this_version():
