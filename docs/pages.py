@@ -62,8 +62,8 @@ def parts_of(path: Path) -> tuple[str, str]:
     source = path.read_text("utf-8")
     if path.suffix == ".py":
         return ast.get_docstring(ast.parse(source)) or "", source.split('"""', 2)[2].lstrip()
-    about, rest = re.fullmatch(r"((?://.*\n)*)(.*)", source, re.DOTALL).groups()
-    return re.sub("^// ?", "", about, flags=re.MULTILINE), rest
+    about = re.match(r"(?://.*\n)*", source)[0]
+    return re.sub("^// ?", "", about, flags=re.MULTILINE), source.removeprefix(about)
 
 
 def page_of_example(path: Path) -> str:
