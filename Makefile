@@ -158,7 +158,7 @@ docs: $(installed)/docs
 	$(bin)/python docs/pages.py
 	$(bin)/zensical build --clean
 	@! grep -rnoE --include='*.html' --include='*.css' \
-		'<(script|link|img|iframe)[^>]* (src|href)=.?(https?:)?//[^ >]*|(url\(|@import).?(https?:)?//[^ )]*' site
+		'<(script|link|img|iframe)[^>]* (src|href)=.?(https?:)?//[^ >]*|(url\(|@import).{,2}(https?:)?//[^ )]*' site
 
 # The wheel is tried in an environment of its own, outside the clone.
 dist: $(installed)/release
