@@ -18,7 +18,7 @@ from pce_mpi.ops.einsum import einsum
 from pce_mpi.ops.elementwise import abs
 from pce_mpi.ops.largest import argmax
 from pce_mpi.ops.reductions import max, min
-from pce_mpi.ops.shape import reshape
+from pce_mpi.ops.shape import reshape, swapaxes
 
 # Functions whose name or arguments in NumPy differ from those in `OPERATIONS`.
 _OTHERWISE: dict[str, Callable[..., Any]] = {
@@ -30,6 +30,12 @@ _OTHERWISE: dict[str, Callable[..., Any]] = {
     "ndim": lambda a: a.ndim,
     "shape": lambda a: a.shape,
     "size": lambda a, axis=None: a.size if axis is None else a.shape[axis],
+    "matrix_transpose": lambda x: swapaxes(x, -1, -2),
+    "isnan": lambda x: OPERATIONS["not_equal"](x, x),
+    "isinf": lambda x: OPERATIONS["equal"](abs(x), np.inf),
+    "isfinite": lambda x: OPERATIONS["less"](abs(x), np.inf),
+    "can_cast": lambda from_, to, casting="safe": np.can_cast(from_.dtype, to, casting),
+    "result_type": lambda *a: np.result_type(*(x.dtype if isinstance(x, DistArray) else x for x in a)),
 }
 
 
@@ -55,7 +61,7 @@ def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, 
     """Return `function(*positional, **named)` of distributed arrays."""
     if named.get("out") is not None:
         raise TypeError(f"a distributed array is never written to: {function.__name__} takes no out")
-    own = _ours(function.__name__) if function.__module__ == "numpy" else None
+    own = _ours(function.__name__) if function.__module__ in ("numpy", "numpy.linalg") else None
     if own is not None and _fits(own, positional, named):
         return own(*positional, **named)
     found: list[DistArray] = []
