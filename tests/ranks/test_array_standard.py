@@ -27,7 +27,9 @@ OF_TWO = """add atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_sh
 
 def calls(x: Any, y: Any, whole: Any, square: Any) -> dict[str, tuple[Any, ...]]:
     """Arguments of each function: (4, 3) arrays of which `whole` holds integers, and a regular matrix."""
-    found = {name: (x, y) if name in OF_TWO.split() else (x,) for name in ELEMENTWISE.split()}
+    found: dict[str, tuple[Any, ...]] = {
+        name: (x, y) if name in OF_TWO.split() else (x,) for name in ELEMENTWISE.split()
+    }
     found |= {name: (whole, whole) for name in OF_TWO.split() if name.startswith("bitwise")}
     found |= dict.fromkeys(("acos", "asin", "atanh"), (x / 8,))
     found |= {"bitwise_invert": (whole,), "clip": (x, 2, 4)}
