@@ -19,11 +19,10 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-from pce_mpi.loss.kernels.compilation import OPTIONS, Kernel, instantiations, source_folder
+from pce_mpi.loss.kernels.compilation import LOOPS, OPTIONS, Kernel, source_folder
 from pce_mpi.loss.kernels.launch_config import LOADS, VECTOR_BYTES
 
-PLAIN = ("forward.cu", "backward.cu")
-# A block of instructions with so many multiply-adds is arithmetic on a vector of logits.
+# A block of instructions with so much float32 arithmetic, or so many numbers made float64, is one on vectors of logits.
 ARITHMETIC = 30
 
 
@@ -31,7 +30,7 @@ class Block(NamedTuple):
     """Instructions without a branch into them or out of them, and the blocks that may follow."""
 
     length: int
-    multiply_adds: int
+    arithmetic: int
     following: list[int]
 
 
@@ -43,11 +42,10 @@ def main() -> int:
         if shutil.which(tool) is None:
             print(f"{tool} is not on PATH; a CUDA toolkit has it", file=sys.stderr)
             return 2
-    for kernel in instantiations():
-        if kernel.file in PLAIN:
-            size = 4 if "<float," in kernel.name else 2
-            logits = LOADS * VECTOR_BYTES // size
-            print(f"{kernel.name:50} {around_loop(blocks_of(disassembled(kernel, options.arch))) / logits:5.1f}")
+    for kernel in LOOPS:
+        size = 4 if "<float," in kernel.name else 2
+        logits = LOADS * VECTOR_BYTES // size
+        print(f"{kernel.name:50} {around_loop(blocks_of(disassembled(kernel, options.arch))) / logits:5.1f}")
     return 0
 
 
@@ -82,16 +80,16 @@ def blocks_of(code: str) -> list[Block]:
         following = [starts[target[1]]] if target and target[1] in starts else []
         if last.startswith("@") or not re.search(r"\b(BRA|EXIT|RET)\b", last):
             following.append(number + 1)
-        multiply_adds = sum("FFMA" in instruction for instruction in body)
-        blocks.append(Block(len(body), multiply_adds, [block for block in following if block < len(bodies)]))
+        arithmetic = sum(("FFMA" in each) + 2 * ("F2F.F64.F32" in each) for each in body)
+        blocks.append(Block(len(body), arithmetic, [block for block in following if block < len(bodies)]))
     return blocks
 
 
 def around_loop(blocks: list[Block]) -> int:
     """Return the instructions of the shortest way around the main loop that passes all its arithmetic."""
     backward = [(block, at) for at, here in enumerate(blocks) for block in here.following if block <= at]
-    first, last = max(backward, key=lambda ends: sum(block.multiply_adds for block in blocks[ends[0] : ends[1] + 1]))
-    needed = [at for at in range(first, last + 1) if blocks[at].multiply_adds >= ARITHMETIC]
+    first, last = max(backward, key=lambda ends: sum(block.arithmetic for block in blocks[ends[0] : ends[1] + 1]))
+    needed = [at for at in range(first, last + 1) if blocks[at].arithmetic >= ARITHMETIC]
     parts = zip([first, *needed], [*needed, last], strict=True)
     return sum(shortest(blocks, begin, end) for begin, end in parts) + blocks[last].length
 

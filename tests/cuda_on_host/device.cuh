@@ -291,6 +291,18 @@ inline unsigned maximum_of_bfloat16s(unsigned a, unsigned b) {
   return maximum_of_pairs(a, b, [](unsigned x) { return bit_cast<float>(x << 16); });
 }
 
+inline float size_of(float v) { return std::fabs(v); }
+inline float smaller_size(float a, float b) { return std::fmin(size_of(a), size_of(b)); }
+inline unsigned smaller_sizes_of_bfloat16s(unsigned a, unsigned b) {
+  const auto number = [](unsigned bits) { return bit_cast<float>(bits << 16); };
+  const auto smaller = [&](unsigned p, unsigned q) { return bfloat16_of_float(smaller_size(number(p), number(q))); };
+  return smaller(a & 0xffff, b & 0xffff) | smaller(a >> 16, b >> 16) << 16;
+}
+inline bool same(float a, float b) { return a == b || (a != a && b != b); }
+
+inline double truncated(double v) { return std::trunc(v); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+
 inline float maximum_or_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 
 inline std::uint64_t shifted_right(std::uint64_t v, unsigned by) { return by < 64 ? v >> by : 0; }

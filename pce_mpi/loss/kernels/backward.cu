@@ -1,4 +1,5 @@
-// Backward without options, in float32: each logit is read once, each gradient is written once. Launched by cuda.py.
+// Backward in float32, also with label smoothing and of statistics: each logit is read once, each gradient is written
+// once. Launched by cuda.py.
 #include <groups.cuh>
 
 namespace pce {
@@ -28,8 +29,11 @@ class NearGradient {
              (nought || (row.exponent > -2700 && row.exponent < 2700 && z * LOG2E + exponent < 122.0));
   }
 
-  __device__ __forceinline__ float of(float x) const {
-    const float v = maximum_or_nan(x, lowest_);
+  // The logit, or one so low that its gradient is 0 too.
+  __device__ __forceinline__ float raised(float x) const { return maximum_or_nan(x, lowest_); }
+
+  // For a logit that was `raised`.
+  __device__ __forceinline__ float of(float v) const {
     float k = fma32(SCALED ? product32(v, scale_) : v, LOG2E32, magic_);
     // The low bits of n are the exponent of the gradient.
     const int n = static_cast<int>(bits(k)), normal = n > MAGIC32_BITS - 125 ? n : MAGIC32_BITS - 125;
@@ -48,6 +52,14 @@ template <bool SCALED>
 struct RowConstants {
   RowFactor factor;
   NearGradient<SCALED> near;
+
+  // Whether statistics can be near: no product of these numbers with others leaves the normal ones, and a logit, or its
+  // product with the scale, has no rest in float64.
+  __device__ __forceinline__ bool usable(int fields) const {
+    const auto moderate = [](double v) { return v == 0.0 || (magnitude(v) >= 0x1p-600 && magnitude(v) <= 0x1p600); };
+    return near.usable && ((fields & ENTROPY) == 0 || (moderate(factor.constant) && moderate(factor.slope) &&
+                                                       finite(factor.origin.high) && factor.origin.low == 0.0));
+  }
 };
 
 template <bool SCALED>
@@ -55,15 +67,48 @@ struct BlockConstants {
   RowConstants<SCALED> of_group[BLOCK_THREADS / 8];  // a group has at least 8 threads
 };
 
-// dx_c = factor exp(z_c). The column held apart gets `held_gradient`, and rows that are not valid get 0. `out` may be
-// the logits; otherwise its rows have the same alignment as theirs.
-template <typename T, bool SCALED>
-__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
+// The gradient of logits that are near: less `weight_factor` with the field WEIGHTED_LOGIT, and of statistics with
+// ENTROPY.
+template <bool SCALED, int FIELDS>
+class FullGradient {
+  NearGradient<SCALED> near_;
+  double weight_factor_, constant_, slope_, origin_, scale_;
+
+  __device__ __forceinline__ double slope_at(float v) const {
+    return constant_ + slope_ * (SCALED ? __fma_rn(scale_, wide(v), -origin_) : wide(v) - origin_);
+  }
+
+ public:
+  __device__ __forceinline__ FullGradient(const RowConstants<SCALED>& row, double scale)
+      : near_(row.near),
+        weight_factor_(row.factor.weight_factor),
+        constant_(row.factor.constant),
+        slope_(row.factor.slope),
+        origin_(row.factor.origin.high),
+        scale_(scale) {}
+
+  __device__ __forceinline__ float of(float x) const {
+    const float v = near_.raised(x), gradient = near_.of(v);
+    if ((FIELDS & WEIGHTED_LOGIT) != 0) return narrow(wide(gradient) - weight_factor_);
+    return (FIELDS & ENTROPY) != 0 ? narrow(__fma_rn(wide(gradient), slope_at(v), 0.0)) : gradient;  // -0 becomes 0
+  }
+
+  // Of statistics, where `more` is added to the gradient.
+  __device__ __forceinline__ float at_target(float x, double more) const {
+    const float v = near_.raised(x);
+    return narrow(wide(near_.of(v)) * slope_at(v) + more);
+  }
+};
+
+// dx_c = factor exp(z_c), or that of `FIELDS`. The column held apart gets `held_gradient`, and rows that are not valid get
+// 0. `out` may be the logits; otherwise its rows have the same alignment as theirs.
+template <typename T, bool SCALED, int FIELDS>
+__global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOCK_THREADS)
     write_gradient(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size, T* out,
                    int64_t out_pitch, const RowGradient* gradients, double scale) {
   constexpr int WIDTH = Storage<T>::width;
   const RowTile tile(rows, classes, chunk, group_size);
-  const Call call = {0, {scale, 0.0}};
+  const Call call = {FIELDS, {scale, 0.0}};
   RowConstants<SCALED>& constants =
       shared_memory<BlockConstants<SCALED>>().of_group[static_cast<int>(threadIdx.x) / group_size];
   if (tile.thread_rank == group_size - 1 && tile.row < rows) {
@@ -76,8 +121,10 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
   T* to = out + tile.row * out_pitch + tile.first_class;
   const VectorizedSpan<T> span(row, tile.count);
   const RowGradient& gradient = gradients[tile.row];
-  const NearGradient<SCALED> near = constants.near;
+  const FullGradient<SCALED, FIELDS> near(constants, scale);
   const int held = tile.local_index(gradient.column);
+  constexpr bool STATISTICS = (FIELDS & ENTROPY) != 0;
+  const int target = STATISTICS ? tile.local_index(gradient.target) : -1;
   const float held_dx = narrow(gradient.held_gradient);
 
   if (gradient.valid == 0) {
@@ -86,10 +133,13 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
     for (int i = tile.thread_rank; i < span.scalars; i += group_size) to[span.scalar_index(i)] = narrowed<T>(0.0f);
     return;
   }
-  if (!near.usable) {
+  if (!constants.usable(FIELDS)) {
 #pragma unroll 1
-    for (int at = tile.thread_rank; at < tile.count; at += group_size)
-      to[at] = narrowed<T>(at == held ? held_dx : gradient_of<Single>(number_of(row[at]), 1.0, constants.factor, call));
+    for (int at = tile.thread_rank; at < tile.count; at += group_size) {
+      const double more = STATISTICS && at == target ? gradient.target_gradient : 0.0;
+      to[at] = narrowed<T>(
+          at == held ? held_dx : gradient_of<Single>(number_of(row[at]), 1.0, constants.factor, call, more));
+    }
     return;
   }
   for (int start = tile.thread_rank; start < span.vectors; start += LOADS * group_size) {
@@ -105,6 +155,13 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
       unpack<T>(v[i], x);
 #pragma unroll
       for (int j = 0; j < WIDTH; ++j) x[j] = near.of(x[j]);
+      if (STATISTICS && target >= at && target < at + WIDTH) {
+        float given[WIDTH];
+        unpack<T>(v[i], given);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j)
+          if (target == at + j) x[j] = near.at_target(given[j], gradient.target_gradient);
+      }
       const unsigned index = static_cast<unsigned>(held - at);
       if (index < WIDTH) {
 #pragma unroll
@@ -116,7 +173,9 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
   }
   for (int i = tile.thread_rank; i < span.scalars; i += group_size) {
     const int at = span.scalar_index(i);
-    to[at] = narrowed<T>(at == held ? held_dx : near.of(widen(row[at])));
+    const float x = widen(row[at]);
+    const float dx = STATISTICS && at == target ? near.at_target(x, gradient.target_gradient) : near.of(x);
+    to[at] = narrowed<T>(at == held ? held_dx : dx);
   }
 }
 

@@ -16,6 +16,7 @@ from pce_mpi.loss.kernels.launch_config import (
     VECTOR_BYTES,
     WARP_SIZE,
 )
+from pce_mpi.loss.softmax_state import StateFields
 
 source_folder = Path(__file__).parent
 
@@ -47,6 +48,9 @@ OPTIONS = (
 )
 
 
+HOLD_LARGEST, WEIGHTED_LOGIT, ENTROPY = (
+    StateFields(**{name: True}).flags for name in ("hold_largest", "weighted_logit", "entropy")
+)
 DIVERGENCE = ("sum_divergences", "fill_divergences", "fill_logsumexp_differences", "write_divergence_gradient")
 
 
@@ -57,14 +61,33 @@ class Kernel(NamedTuple):
     name: str
 
 
+# The fields that change the loop over vectors of logits, and those for which there is one, with and without a scale.
+_FORWARD = [(fields, False) for fields in (0, WEIGHTED_LOGIT, HOLD_LARGEST, HOLD_LARGEST | ENTROPY)] + [(0, True)]
+_BACKWARD = [(fields, scaled) for fields in (0, WEIGHTED_LOGIT, ENTROPY) for scaled in (False, True)]
+
+
+def loop(function: str, dtype: str, scaled: bool, fields: int) -> Kernel:
+    """Return the kernel with a loop over vectors of logits, which `LOOPS` need not have."""
+    file = "forward.cu" if function == "fill_states" else "backward.cu"
+    return Kernel(file, f"pce::{function}<{CPP_TYPES[dtype]}, {'true' if scaled else 'false'}, {fields}>")
+
+
+#: all kernels with such a loop
+LOOPS = [
+    loop(function, dtype, scaled, fields)
+    for function, kinds in (("fill_states", _FORWARD), ("write_gradient", _BACKWARD))
+    for dtype in list(CPP_TYPES)[:3]
+    for fields, scaled in kinds
+]
+
+
 def instantiations() -> list[Kernel]:
     """Return every kernel that can be launched."""
     types = list(CPP_TYPES.values())
-    plain = [(t, scaled) for t in types[:3] for scaled in ("false", "true")]
     statistics, summed = ("row_statistics", "statistics_gradients"), ("double", "pce::Sum")
     general = [(t, a) for t in types for a in ARITHMETICS if (t, a) != ("double", "pce::Single")]
     return [
-        *(Kernel("forward.cu", f"pce::fill_states<{t}, {scaled}>") for t, scaled in plain),
+        *LOOPS,
         *(Kernel("general_forward.cu", f"pce::fill_general_states<{t}, {a}>") for t, a in general),
         *(Kernel("merge.cu", f"pce::merge_states<{a}>") for a in ARITHMETICS),
         *(Kernel("row_softmax.cu", f"pce::fill_row_softmax<{a}>") for a in ARITHMETICS),
@@ -73,7 +96,6 @@ def instantiations() -> list[Kernel]:
         *(Kernel("sums.cu", f"pce::{name}<{item}>") for name in ("sum_items", "fill_loss") for item in summed),
         *(Kernel("divergence.cu", f"pce::{name}") for name in DIVERGENCE),
         *(Kernel("conversion.cu", f"pce::{name}") for name in ("convert", "split_halves")),
-        *(Kernel("backward.cu", f"pce::write_gradient<{t}, {scaled}>") for t, scaled in plain),
         *(Kernel("general_backward.cu", f"pce::write_general_gradient<{t}, {a}>") for t, a in general),
     ]
 

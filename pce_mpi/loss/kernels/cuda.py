@@ -23,7 +23,19 @@ import numpy as np
 from pce_mpi.arrays import is_floating
 from pce_mpi.loss.kernels import largest
 from pce_mpi.loss.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
-from pce_mpi.loss.kernels.compilation import ARITHMETICS, CPP_TYPES, DTYPE_CODES, OPTIONS, Kernel, source_of
+from pce_mpi.loss.kernels.compilation import (
+    ARITHMETICS,
+    CPP_TYPES,
+    DTYPE_CODES,
+    ENTROPY,
+    HOLD_LARGEST,
+    LOOPS,
+    OPTIONS,
+    WEIGHTED_LOGIT,
+    Kernel,
+    loop,
+    source_of,
+)
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.loss.kernels.launch_config import (
     BLOCK_THREADS,
@@ -71,14 +83,24 @@ def _name_of(arithmetic: Arithmetic) -> str:
 
 
 def _is_plain(transform: Transform, arithmetic: Arithmetic) -> bool:
-    """Return whether the kernels without options can compute z, which they do in float32."""
+    """Return whether the vector loops can compute z, which they do in float32."""
     least, most = _PLAIN_SCALES
     exact = float(np.float32(transform.scale)) == transform.scale
     return arithmetic is SINGLE and transform.softcap is None and least <= transform.scale <= most and exact
 
 
-def _plain_name(function: str, dtype: np.dtype[Any], transform: Transform) -> str:
-    return f"pce::{function}<{CPP_TYPES[dtype.name]}, {'true' if transform.scale != 1.0 else 'false'}>"
+def _loop_of(
+    function: str,
+    dtype: np.dtype[Any],
+    fields: int,
+    weights: ClassWeights,
+    transform: Transform,
+    arithmetic: Arithmetic,
+) -> Kernel | None:
+    """Return the kernel with a loop over vectors for these fields, None if the general one has to do it."""
+    kernel = loop(function, dtype.name, transform.scale != 1.0, fields)
+    ones = not fields & WEIGHTED_LOGIT or (weights.weight is None and weights.probabilities is None)
+    return kernel if kernel in LOOPS and ones and _is_plain(transform, arithmetic) else None
 
 
 def _weight_of(weights: ClassWeights, used: bool) -> Array | None:
@@ -133,9 +155,10 @@ def fill_states(
         np.int32(fields.flags),
         split_states,
     ]
-    special = sums or fields.hold_largest or fields.argmax or fields.target or target_column is None
-    if not special and weights.probabilities is None and _is_plain(transform, arithmetic):
-        kernel = Kernel("forward.cu", _plain_name("fill_states", logits.dtype, transform))
+    looped = fields.flags & (HOLD_LARGEST | WEIGHTED_LOGIT | ENTROPY)
+    kernel = _loop_of("fill_states", logits.dtype, looped, weights, transform, arithmetic)
+    if kernel is not None:
+        arguments.append(np.int64(class_start))
     else:
         types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(arithmetic)}"
         kernel = Kernel("general_forward.cu", f"pce::fill_general_states<{types}>")
@@ -425,10 +448,9 @@ def write_gradient(
         cupy.ascontiguousarray(rows),
         scale,
     ]
-    special = used or fields.entropy
-    if not special and _is_plain(transform, arithmetic) and output.aligned_with(source, logits.dtype):
-        kernel = Kernel("backward.cu", _plain_name("write_gradient", logits.dtype, transform))
-    else:
+    looped = fields.flags & (WEIGHTED_LOGIT | ENTROPY)
+    kernel = _loop_of("write_gradient", logits.dtype, looped, weights, transform, arithmetic)
+    if kernel is None or not output.aligned_with(source, logits.dtype):
         types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(arithmetic)}"
         kernel = Kernel("general_backward.cu", f"pce::write_general_gradient<{types}>")
         arguments += [np.int32(fields.flags), np.int32(DTYPE_CODES[out.dtype.name]), softcap]

@@ -81,6 +81,37 @@ __device__ __forceinline__ float maximum_or_nan(float a, float b) {
   return larger;
 }
 
+__device__ __forceinline__ float size_of(float v) {
+  float size;
+  asm("abs.f32 %0, %1;" : "=f"(size) : "f"(v));
+  return size;
+}
+
+// The smaller size of two numbers; not that of a nan.
+__device__ __forceinline__ float smaller_size(float a, float b) {
+  float smaller;
+  asm("min.f32 %0, %1, %2;" : "=f"(smaller) : "f"(size_of(a)), "f"(size_of(b)));
+  return smaller;
+}
+
+__device__ __forceinline__ unsigned smaller_sizes_of_bfloat16s(unsigned a, unsigned b) {
+  unsigned smaller;
+  asm("{ .reg .b32 c, d; abs.bf16x2 c, %1; abs.bf16x2 d, %2; min.bf16x2 %0, c, d; }" : "=r"(smaller) : "r"(a), "r"(b));
+  return smaller;
+}
+
+// Equal numbers, also subnormal ones, or nan both.
+__device__ __forceinline__ bool same(float a, float b) {
+  return (a != a && b != b) || pce::bits(pce::sum32(a, 0.0f)) == pce::bits(pce::sum32(b, 0.0f));
+}
+
+// The integer part.
+__device__ __forceinline__ double truncated(double v) {
+  double whole;
+  asm("cvt.rzi.f64.f64 %0, %1;" : "=d"(whole) : "d"(v));
+  return whole;
+}
+
 // v shifted to the right by any number of bits.
 __device__ __forceinline__ uint64_t shifted_right(uint64_t v, unsigned by) {
   uint64_t result;

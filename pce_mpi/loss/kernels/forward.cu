@@ -1,16 +1,157 @@
-// Forward without options, in float32: the states, with the target held apart. Each logit is read once. Launched by
-// cuda.py.
+// Forward in float32: the states, with the target held apart or, without targets and for statistics, the largest logit.
+// Each logit is read once. Launched by cuda.py.
 #include <groups.cuh>
 
 namespace pce {
 
-// The exponentials of a thread's logits, summed as digits of 21 bits: the limb j is sum_i digit_(j + i) 2^(21 i).
-template <bool SCALED>
+// The sum of logits, in limbs. Most are multiples of 2^-36, and below 2^17; float64 adds those without rounding.
+template <typename T>
+class LogitSum {
+  // From this size on logits are such multiples; those of float16 always are.
+  static constexpr double LEAST = Storage<T>::dtype == FLOAT32 ? 0x1p-13 : Storage<T>::dtype == BFLOAT16 ? 0x1p-29 : 0.0;
+  static constexpr double UNIT = 0x1p36;
+
+  int64_t whole_ = 0, units_ = 0;  // sums of integer parts, and in units of 2^-36
+  float largest_ = 0.0f;           // the size of the largest of these logits, or any from 1 on
+  Sum others_ = {NO_GRID, {0, 0, 0}};
+
+ public:
+  static __device__ __forceinline__ bool takes(unsigned smallest) { return LEAST == 0.0 || min_of_word<T>(smallest) >= LEAST; }
+
+  // Add logits of at most 2,047 that `takes` has been asked about, or zeros. False, with nothing added, if one is far
+  // below 0.
+  __device__ __forceinline__ bool add(const Vector (&v)[LOADS]) {
+    double sum = 0.0;
+    int whole = 0;
+    float x[Storage<T>::width];
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      unpack<T>(v[i], x);
+#pragma unroll
+      for (int j = 0; j < Storage<T>::width; ++j) {
+        sum += wide(x[j]);
+        whole += static_cast<int>(x[j]);
+      }
+    }
+    if (!(magnitude(sum) <= 0x1p16)) return false;
+    units_ += static_cast<int64_t>(sum * UNIT);
+    whole_ += whole;
+    if (largest_ < 1.0f) {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        unpack<T>(v[i], x);
+#pragma unroll
+        for (int j = 0; j < Storage<T>::width; ++j) largest_ = maximum_or_nan(largest_, size_of(x[j]));
+      }
+    }
+    return true;
+  }
+
+  // Add any logit.
+  __device__ __forceinline__ void add_any(double x, const Transform& transform) {
+    const double size = magnitude(x);
+    if (size >= LEAST && size <= 0x1p17) {
+      whole_ += static_cast<int64_t>(x);
+      units_ += static_cast<int64_t>(x * UNIT);
+      largest_ = maximum_or_nan(largest_, narrow(size));
+    } else if (x != 0.0) {
+      add_weighted_logit(others_, x, 1.0, transform);
+    }
+  }
+
+  __device__ __forceinline__ Sum limbs() const {
+    const auto units = static_cast<uint64_t>(units_), shifted = units << WIDE;
+    Sum sum = others_;
+    if (largest_ >= 1.0f) sum.add({0, {shifted, units, static_cast<uint64_t>(whole_)}});
+    if (largest_ > 0.0f && largest_ < 1.0f) sum.add({-1, {0, shifted, units}});
+    return sum;
+  }
+};
+
+// The sum of exp(z) z, in limbs.
+class EntropySum {
+  // Digits of WIDE bits of numbers in units of the grid, each cut to a whole number.
+  static constexpr double BASE = static_cast<double>(int64_t(1) << WIDE);
+  double first_ = 0.0, second_ = 0.0, third_ = 0.0;
+  Sum limbs_ = {NO_ENTROPY, {0, 0, 0}};
+  uint32_t unit_ = 0;  // of the exponent of exp(z), in the upper word of a float64
+
+  // Add a number below 1, times BASE.
+  __device__ __forceinline__ void add_below_one(double v) {
+    const double digit = truncated(v);
+    second_ += digit;
+    first_ += truncated((v - digit) * BASE);
+  }
+
+ public:
+  // `add` takes logits of which the largest is in this range; beside it, those below LEAST count for nothing.
+  static constexpr float MOST = 250.0f, LOWEST = -30.0f, LEAST = -400.0f;
+
+  // Move the digits, of at most 2^16 numbers, to the limbs.
+  __device__ __forceinline__ void add_digits() {
+    auto sum = static_cast<uint64_t>(static_cast<int64_t>(third_));
+    limbs_.limbs[2] += sum;
+    sum = (sum << WIDE) + static_cast<uint64_t>(static_cast<int64_t>(second_));
+    limbs_.limbs[1] += sum;
+    limbs_.limbs[0] += (sum << WIDE) + static_cast<uint64_t>(static_cast<int64_t>(first_));
+    first_ = second_ = third_ = 0.0;
+  }
+
+  // Raise the grid for logits of which `highest`, with that exponential, is the largest, and set the largest logit that
+  // needs no coarser one. False if `add` cannot take them.
+  __device__ __forceinline__ bool rises_to(float highest, const Exponential<float>& e, float& bound) {
+    if (!(highest <= MOST && highest >= LOWEST)) return false;
+    add_digits();
+    const Parts parts = split(static_cast<double>(fixed_point(e.t)) * wide(highest));
+    const int64_t exponent = parts.e - 1 + e.n - Single::POINT, to = floor_div(exponent, WIDE);
+    // So near the next grid that a smaller logit may need it.
+    if (exponent - WIDE * to == WIDE - 1 && magnitude(parts.m) > 1.0 - 0x1p-20) return false;
+    if (parts.m != 0.0) limbs_.raise(to);
+    if (limbs_.grid < -1) return false;  // products of smaller logits may be larger
+    unit_ = static_cast<uint32_t>(-Single::POINT - WIDE * static_cast<int>(limbs_.grid)) << 20;
+    const double end = 0.69314 * WIDE * static_cast<double>(limbs_.grid + 1);
+    bound = limbs_.grid < 0 ? 0.567f : narrow(end - log(end));  // z + log z < end
+    return true;
+  }
+
+  // Add a logit from its exponential. `exact`: the product is.
+  __device__ __forceinline__ void add(float z, uint32_t biased, uint32_t fixed, bool exact) {
+    const uint64_t exponent = (biased << 20) + unit_;  // the bias has no bits there
+    const double e = from_bits(bits(static_cast<double>(fixed)) + (exponent << 32)), product = e * wide(z);
+    const double digit = truncated(product);
+    third_ += digit;
+    add_below_one((product - digit) * BASE);
+    if (!exact) add_below_one(__fma_rn(e, wide(z), -product) * BASE);
+  }
+
+  // Add any finite logit from its exponential, or take it away from a sum that has it.
+  __device__ __forceinline__ void add_any(double x, const Exponential<float>& e, bool away, const Transform& transform) {
+    Sum sum = {NO_ENTROPY, {0, 0, 0}};
+    add_digits();
+    if (away) sum.grid = limbs_.grid;
+    add_entropy<Single>(sum, fixed_point(e.t), e.n - Single::POINT, x, transform);
+    for (int j = 0; away && j < 3; ++j) sum.limbs[j] = 0 - sum.limbs[j];
+    limbs_.add(sum);
+  }
+
+  __device__ __forceinline__ void forget() { *this = EntropySum(); }
+
+  // After some rounds of loads.
+  __device__ __forceinline__ Sum& limbs() {
+    add_digits();
+    return limbs_;
+  }
+};
+
+// The exponentials of a thread's logits, summed as digits of 21 bits: the limb j is sum_i digit_(j + i) 2^(21 i). With
+// the field ENTROPY also their products with the logits.
+template <bool SCALED, int FIELDS>
 class Exponentials {
   // The fast way takes logits z of which the largest is in this range. Beside it, those below -2,048 count for nothing.
   static constexpr float MOST = 2047.0f, LEAST = -1848.0f;
   static constexpr double LN_2 = 0.69314;
   static constexpr uint32_t DIGIT = (1u << Single::WIDTH) - 1;
+  static constexpr bool ENTROPIES = (FIELDS & ENTROPY) != 0;
 
   float scale_, inverse_;
   uint32_t limit_ = 0;  // the exponent of the grid's largest element, in the form of `bits(k)` in `add`
@@ -19,6 +160,7 @@ class Exponentials {
 
  public:
   Sum digits;
+  EntropySum entropy;
   float top;    // the largest logit; nan if one is
   float bound;  // a larger logit needs a coarser grid
 
@@ -30,7 +172,14 @@ class Exponentials {
 
   __device__ __forceinline__ void forget() {
     digits = {NO_SUM, {0, 0, 0}};
+    entropy.forget();
     bound = from_bits(0xff800000u);
+  }
+
+  // Forget logits of which `before` was the largest, if they do not count beside another largest one.
+  __device__ __forceinline__ void outgrow(float before, float largest, const Transform& transform) {
+    if (before == largest || before != before) return;
+    if (is_huge(wide(largest), transform) || (ENTROPIES && is_huge(wide(before), transform))) forget();
   }
 
   // Raise the grid for logits of which `highest` is the largest. False if `add` cannot take them.
@@ -41,26 +190,29 @@ class Exponentials {
     digits.raise(floor_div(n, Single::WIDTH));
     const int64_t largest = Single::WIDTH * digits.grid + Single::WIDTH - 1;
     if (largest > 4096) return false;  // the grid of a logit that was beyond MOST
+    float most = MOST;
+    if (ENTROPIES && !entropy.rises_to(highest, exponential<Single>(wide(highest), {1.0, 0.0}), most)) return false;
     limit_ = static_cast<uint32_t>(static_cast<int>(largest) + MAGIC32_BITS);
     const double end = static_cast<double>(largest) * LN_2;
-    bound = over_scale(narrow(end < MOST ? end : MOST));
+    bound = over_scale(narrow(end < most ? end : most));
     return true;
   }
 
   // Add logits to the low halves of three limbs; none is larger than `bound`, or than the logit that the grid has been
   // raised to.
   template <typename T>
-  __device__ __forceinline__ void add(const Vector& logits, uint32_t (&sums)[3]) const {
+  __device__ __forceinline__ void add(const Vector& logits, uint32_t (&sums)[3]) {
     constexpr int N = Storage<T>::width;
     float x[N];
     unpack<T>(logits, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float v = x[i];
+      const float v = ENTROPIES ? maximum_or_nan(x[i], EntropySum::LEAST) : x[i];
       float k = fma32(SCALED ? product32(v, scale_) : v, LOG2E32, MAGIC32);
+      const uint32_t biased = bits(k);
       // 64 or more for each z from -infinity to -2,048, also where k is no integer: its element is shifted away,
       // whatever it is.
-      const uint32_t shift = limit_ - bits(k);
+      const uint32_t shift = limit_ - biased;
       k = sum32(k, -MAGIC32);
       const float f = SCALED ? fma32(v, scale_, product32(k, -HI32)) : fma32(k, -HI32, v);
       const uint32_t fixed = fixed_point(polynomial(fma32(k, -LO32, f)));
@@ -68,6 +220,7 @@ class Exponentials {
       sums[0] += static_cast<uint32_t>(element);
       sums[1] += static_cast<uint32_t>(element >> 21);
       sums[2] += static_cast<uint32_t>(element >> 42);
+      if (ENTROPIES) entropy.add(v, biased, fixed, Storage<T>::dtype != FLOAT32);
     }
   }
 
@@ -79,18 +232,21 @@ class Exponentials {
     digits.limbs[2] += sums[2];
   }
 
-  // Add any logit, after `top` has been raised. Beside a huge one only equal ones count.
-  __device__ __forceinline__ void add_any(double x, bool huge, const Transform& transform) {
-    if (!finite(x) || (huge && x != wide(top))) return;
+  // Add any logit, after `top` has been raised, or take `away` one that has been added. Beside a huge one only equal
+  // ones count.
+  __device__ __forceinline__ void add_any(double x, const Transform& transform, bool away = false) {
+    if (!finite(x) || (x != wide(top) && (is_huge(wide(top), transform) || (ENTROPIES && is_huge(x, transform))))) return;
     const Exponential<float> e = exponential<Single>(x, transform);
     digits.raise(floor_div(e.n, Single::WIDTH));
     bound = from_bits(0xff800000u);  // `rises_to` has to look at the grid
     const int64_t shift = Single::WIDTH * digits.grid + Single::WIDTH - 1 - e.n;
     const uint64_t element =
         shifted_right(static_cast<uint64_t>(fixed_point(e.t)) << 32, static_cast<uint32_t>(shift < 64 ? shift : 64));
-    digits.limbs[0] += element & DIGIT;
-    digits.limbs[1] += element >> 21 & DIGIT;
-    digits.limbs[2] += element >> 42;
+    const uint64_t sign = away ? ~uint64_t(0) : 1;
+    digits.limbs[0] += sign * (element & DIGIT);
+    digits.limbs[1] += sign * (element >> 21 & DIGIT);
+    digits.limbs[2] += sign * (element >> 42);
+    if (ENTROPIES) entropy.add_any(x, e, away, transform);
   }
 
   __device__ __forceinline__ Sum limbs() const {
@@ -99,26 +255,45 @@ class Exponentials {
   }
 };
 
-// `states` is (rows, splits, words).
-template <typename T, bool SCALED>
-__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
+// `states` is (rows, splits, words). FIELDS are those of `fields` that change the loop; without WEIGHTED_LOGIT and
+// HOLD_LARGEST the target is held apart, with the one the logits are summed too, with the other all that is asked for is
+// the largest logit, its class, and sums over others. ENTROPY needs HOLD_LARGEST.
+template <typename T, bool SCALED, int FIELDS>
+__global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOCK_THREADS)
     fill_states(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
-                const int64_t* target_column, const double* weight, double scale, int fields, uint64_t* states) {
+                const int64_t* target_column, const double* weight, double scale, int fields, uint64_t* states,
+                int64_t class_start) {
   constexpr int WIDTH = Storage<T>::width;
+  constexpr bool HOLDS = (FIELDS & HOLD_LARGEST) != 0, SUMS = (FIELDS & WEIGHTED_LOGIT) != 0;
+  constexpr bool ENTROPIES = (FIELDS & ENTROPY) != 0;
   const RowTile tile(rows, classes, chunk, group_size);
   const bool has_row = tile.row < rows;
   const T* row = logits + (has_row ? tile.row * pitch + tile.first_class : 0);
   const VectorizedSpan<T> span(row, tile.count);
-  const int target = has_row ? tile.local_index(target_column[tile.row]) : -1;
+  const int target = has_row && target_column != nullptr ? tile.local_index(target_column[tile.row]) : -1;
+  const int apart = HOLDS ? -1 : target;  // the class that is held apart from the beginning
   const Call call = {fields, {scale, 0.0}};
-  Exponentials<SCALED> exponentials(scale);
+  Exponentials<SCALED, FIELDS> exponentials(scale);
+  LogitSum<T> logit_sum;
+  // If the largest logit is held apart: one that no other of this thread was larger than when it came, and is in no sum.
+  float held = exponentials.top;
+  // The largest logit of vectors, and the round in which the first one came.
+  float top_of_vectors = exponentials.top;
+  int top_round = -1;
 
-  const int step = LOADS * group_size;
+  const int step = LOADS * group_size, first_round = span.scalars ? tile.thread_rank - step : tile.thread_rank;
+  Vector v[LOADS];
   // The first round has the scalars, if there are any, each as a vector with one element. They fit into one round.
-  for (int start = span.scalars ? tile.thread_rank - step : tile.thread_rank; start < span.vectors; start += step) {
+  const auto place = [&](int start, int i) {
+    const int index = start + i * group_size;
+    return start < 0 ? span.scalar_index(index + step) : span.vector_start(index);
+  };
+  // Load a round; `nothing` are the words of the class held apart, and of what there is not.
+  // Returns whether the round has neither.
+  const auto load = [&](int start, unsigned nothing) {
     const bool single = start < 0;
-    Vector v[LOADS];
-    if (!single && start + (LOADS - 1) * group_size < span.vectors) {
+    bool whole = !single && start + (LOADS - 1) * group_size < span.vectors;
+    if (whole) {
       const T* from = row + span.vector_start(start);
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) v[i] = load_constant(from + i * group_size * WIDTH);
@@ -126,56 +301,140 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
         const int index = start + i * group_size;
-        v[i] = vector_of_minus_inf<T>();
-        if (single && index + step < span.scalars) v[i] = vector_of(row[span.scalar_index(index + step)]);
+        v[i] = Vector{nothing, nothing, nothing, nothing};
+        if (single && index + step < span.scalars) v[i] = vector_of(row[span.scalar_index(index + step)], nothing);
         if (!single && index < span.vectors) v[i] = load_constant(row + span.vector_start(index));
       }
     }
-    const auto place = [&](int i) {
-      const int index = start + i * group_size;
-      return single ? span.scalar_index(index + step) : span.vector_start(index);
-    };
-    if (single || static_cast<unsigned>(target - place(0)) < static_cast<unsigned>(step * WIDTH)) {
+    if (single || static_cast<unsigned>(apart - place(start, 0)) < static_cast<unsigned>(step * WIDTH)) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
-        if (!single || target == place(i)) mask<T>(v[i], static_cast<unsigned>(target - place(i)));
+        if (!single || apart == place(start, i)) mask<T>(v[i], static_cast<unsigned>(apart - place(start, i)), nothing);
+      whole = false;
     }
+    return whole;
+  };
+  const auto largest_of_round = [&] {
     unsigned largest = Storage<T>::minus_inf;
 #pragma unroll
     for (int i = 0; i < LOADS * 4; ++i) largest = maximum<T>(largest, v[i / 4].word[i % 4]);
-    const float highest = max_of_word<T>(largest), before = exponentials.top;
+    return max_of_word<T>(largest);
+  };
+
+  for (int start = first_round; start < span.vectors; start += step) {
+    const bool whole = load(start, Storage<T>::minus_inf);
+    float highest = largest_of_round();
+    const float before = exponentials.top;
     exponentials.top = maximum_or_nan(before, highest);
-    if (!(highest <= exponentials.bound) && !exponentials.rises_to(highest)) {
-      const double top = wide(exponentials.top);
-      const bool huge = is_huge(top, call.transform);
-      if (!finite(top)) continue;
-      if (huge && top != wide(before)) exponentials.forget();
+    if (HOLDS && start >= 0) {
+      const float larger = maximum_or_nan(top_of_vectors, sum32(highest, 0.0f));  // -0 is 0
+      if (bits(larger) != bits(top_of_vectors)) top_round = start;
+      top_of_vectors = larger;
+    }
+    unsigned smallest = Storage<T>::minus_inf;
+    if (SUMS) {
+#pragma unroll
+      for (int i = 0; i < LOADS * 4; ++i) smallest = minimum_size<T>(smallest, v[i / 4].word[i % 4]);
+    }
+    const auto one_by_one = [&](int but, auto add) {
 #pragma unroll 1
       for (int i = 0; i < LOADS * WIDTH; ++i) {
-        const int index = start + i / WIDTH * group_size + (single ? step : 0);
-        if (single ? i % WIDTH != 0 || index >= span.scalars : index >= span.vectors) continue;
-        const int at = single ? span.scalar_index(index) : span.vector_start(index) + i % WIDTH;
-        if (at != target) exponentials.add_any(number_of(row[at]), huge, call.transform);
+        const int index = start + i / WIDTH * group_size + (start < 0 ? step : 0);
+        if (i == but || (start < 0 ? i % WIDTH != 0 || index >= span.scalars : index >= span.vectors)) continue;
+        const int at = place(start, i / WIDTH) + i % WIDTH;
+        if (at != apart) add(number_of(row[at]));
       }
-      continue;
-    }
-    uint32_t sums[3] = {0, 0, 0};
+    };
+    bool near = highest <= exponentials.bound || (!HOLDS && exponentials.rises_to(highest));
+    if (!near && finite(wide(exponentials.top))) {
+      exponentials.outgrow(before, exponentials.top, call.transform);
+      int out = -1;
+      if (HOLDS) {
+        if (!same(maximum_or_nan(held, highest), held)) {
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) exponentials.template add<T>(v[i], sums);
-    exponentials.add_sums(sums);
+          for (int i = 0; i < LOADS; ++i) {
+            float x[WIDTH];
+            unpack<T>(v[i], x);
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j)
+              if (same(x[j], highest)) out = i * WIDTH + j;
+          }
+#pragma unroll
+          for (int i = 0; i < LOADS; ++i) mask<T>(v[i], static_cast<unsigned>(out - i * WIDTH), Storage<T>::minus_inf);
+          exponentials.add_any(wide(held), call.transform);
+          held = highest;
+          highest = largest_of_round();
+        }
+        near = highest <= exponentials.bound || exponentials.rises_to(highest);
+      }
+      if (!near) one_by_one(out, [&](double x) { exponentials.add_any(x, call.transform); });
+    }
+    if (near) {
+      uint32_t sums[3] = {0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) exponentials.template add<T>(v[i], sums);
+      exponentials.add_sums(sums);
+    }
+    if (ENTROPIES && (start & (2048 * step - 1)) < step) exponentials.entropy.add_digits();
+    if (SUMS) {
+      const bool usable = near && LogitSum<T>::takes(smallest);
+      if (usable && !whole) load(start, 0);
+      if (!usable || !logit_sum.add(v)) one_by_one(-1, [&](double x) { logit_sum.add_any(x, call.transform); });
+    }
   }
 
-  const float top = reduce(exponentials.top, group_size, [](float a, float b) { return maximum_or_nan(a, b); });
-  if (is_huge(wide(top), call.transform) && wide(exponentials.top) != wide(top)) exponentials.forget();
-  Sum sum = exponentials.limbs();
+  const float own = exponentials.top;
+  const float top = reduce(own, group_size, [](float a, float b) { return maximum_or_nan(a, b); });
+  exponentials.outgrow(own, top, call.transform);
+  int64_t first = 0;
+  if constexpr (HOLDS) {
+    constexpr int64_t NONE = int64_t(1) << 31;
+    const auto first_place = [&](int start) {
+      int64_t found = NONE;
+      load(start, Storage<T>::minus_inf);
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        float x[WIDTH];
+        unpack<T>(v[i], x);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j)
+          if (same(x[j], top) && place(start, i) + j < found) found = place(start, i) + j;
+      }
+      return found;
+    };
+    int64_t found = NONE;
+    if (top == from_bits(0xff800000u)) {
+      found = 0;
+    } else if (same(own, top)) {
+      if (same(top_of_vectors, top)) found = first_place(top_round);
+      const int64_t scalar = span.scalars ? first_place(first_round) : NONE;
+      if (scalar < found) found = scalar;
+    }
+    first = reduce(found, group_size, [](int64_t a, int64_t b) { return a < b ? a : b; });
+    // All other logits join the sums.
+    const bool has_top = found == first, holds_top = has_top && same(held, top);
+    exponentials.top = top;
+    if (!holds_top) exponentials.add_any(wide(held), call.transform);
+    if (has_top && !holds_top) exponentials.add_any(wide(top), call.transform, true);
+  }
+  Sum sum = exponentials.limbs(), entropy = exponentials.entropy.limbs(), weighted_logit = logit_sum.limbs();
   reduce_sums(sum, group_size);
+  if (ENTROPIES) reduce_sums(entropy, group_size);
+  if (SUMS) reduce_sums(weighted_logit, group_size);
   if (!has_row || tile.thread_rank != 0) return;
   State state = State::identity();
-  state.top = canonical(top < from_bits(0x7f800000u) ? wide(top) : not_a_number());
-  if (finite(state.top)) state.sum = sum;
+  double& largest = HOLDS ? state.held : state.top;
+  largest = canonical(HOLDS || top < from_bits(0x7f800000u) ? wide(top) : not_a_number());
+  if (finite(largest)) {
+    state.sum = sum;
+    if (ENTROPIES) state.entropy = entropy;
+  }
+  if (SUMS) state.weighted_logit = weighted_logit;
+  if (HOLDS) state.argmax = class_start + tile.first_class + first;
   if (target >= 0) {
-    state.held = canonical(number_of(row[target]));
-    state.held_weight = weight == nullptr ? 1.0 : weight[tile.first_class + target];
+    const double x = canonical(number_of(row[target]));
+    (HOLDS ? state.target : state.held) = x;
+    if (!HOLDS) state.held_weight = weight == nullptr ? 1.0 : weight[tile.first_class + target];
   }
   state.store<Single>(states + (tile.row * gridDim.y + blockIdx.y) * words_of(fields), call);
 }

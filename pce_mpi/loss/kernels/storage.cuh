@@ -13,6 +13,11 @@ struct bfloat16 {
   unsigned short bits;
 };
 
+// How many threads of a loop over vectors must fit on a multiprocessor at once.
+constexpr int resident_threads(int fields) {
+  return fields == 0 ? RESIDENT_THREADS : GENERAL_RESIDENT_THREADS;
+}
+
 // Properties of a dtype that is computed in float32: its code, the elements of a vector, and a word of -inf.
 template <typename T>
 struct Storage;
@@ -66,15 +71,9 @@ __device__ __forceinline__ Vector pack(const float (&x)[Storage<T>::width]) {
   return v;
 }
 
+// Give the element at `index`, if the vector has that element, the bits of `word`, in which all elements are the same.
 template <typename T>
-__device__ __forceinline__ Vector vector_of_minus_inf() {
-  constexpr unsigned word = Storage<T>::minus_inf;
-  return Vector{word, word, word, word};
-}
-
-// Set the element at `index` to -inf, if the vector has that element.
-template <typename T>
-__device__ __forceinline__ void mask(Vector& v, unsigned index) {
+__device__ __forceinline__ void mask(Vector& v, unsigned index, unsigned word) {
   if (index >= Storage<T>::width) return;
   constexpr unsigned in_word = Storage<T>::width / 4;
   const unsigned bits = in_word == 1 ? 0xffffffffu : 0xffffu << (index % in_word * 16);
@@ -82,7 +81,7 @@ __device__ __forceinline__ void mask(Vector& v, unsigned index) {
   for (unsigned i = 0; i < 4; ++i) {
     // The word is not in the condition: some compilers would use it as an index, and put the vector in memory.
     const unsigned here = index / in_word == i ? bits : 0;
-    v.word[i] = (v.word[i] & ~here) | (Storage<T>::minus_inf & here);
+    v.word[i] = (v.word[i] & ~here) | (word & here);
   }
 }
 
@@ -107,16 +106,30 @@ __device__ __forceinline__ float max_of_word(unsigned word) {
   }
 }
 
-// One element, followed by -inf.
+// Elementwise the smaller size of two words.
 template <typename T>
-__device__ __forceinline__ Vector vector_of(T x) {
-  Vector v = vector_of_minus_inf<T>();
-  if constexpr (sizeof(T) == 4) {
-    v.word[0] = bit_cast<unsigned>(x);
-  } else {
-    v.word[0] = (v.word[0] & 0xffff0000u) | x.bits;
-  }
-  return v;
+__device__ __forceinline__ unsigned minimum_size(unsigned a, unsigned b) {
+  if constexpr (Storage<T>::dtype == FLOAT32)
+    return bit_cast<unsigned>(smaller_size(bit_cast<float>(a), bit_cast<float>(b)));
+  else
+    return smaller_sizes_of_bfloat16s(a, b);
+}
+
+template <typename T>
+__device__ __forceinline__ float min_of_word(unsigned word) {
+  if constexpr (Storage<T>::dtype == FLOAT32)
+    return bit_cast<float>(word);
+  else
+    return smaller_size(bit_cast<float>(word << 16), bit_cast<float>(word & 0xffff0000u));
+}
+
+// One element, followed by those of a word.
+template <typename T>
+__device__ __forceinline__ Vector vector_of(T x, unsigned word) {
+  if constexpr (sizeof(T) == 4)
+    return {bit_cast<unsigned>(x), word, word, word};
+  else
+    return {(word & 0xffff0000u) | x.bits, word, word, word};
 }
 
 template <typename T>
