@@ -271,7 +271,6 @@ __global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOC
   const T* row = logits + (has_row ? tile.row * pitch + tile.first_class : 0);
   const VectorizedSpan<T> span(row, tile.count);
   const int target = has_row && target_column != nullptr ? tile.local_index(target_column[tile.row]) : -1;
-  const int apart = HOLDS ? -1 : target;  // the class that is held apart from the beginning
   const Call call = {fields, {scale, 0.0}};
   Exponentials<SCALED, FIELDS> exponentials(scale);
   LogitSum<T> logit_sum;
@@ -288,12 +287,14 @@ __global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOC
     const int index = start + i * group_size;
     return start < 0 ? span.scalar_index(index + step) : span.vector_start(index);
   };
+  // Whether a round of vectors may have the target.
+  const auto has_target = [&](int start) {
+    return static_cast<unsigned>(target - span.vector_start(start)) < static_cast<unsigned>(step * WIDTH);
+  };
   // Load a round; `nothing` are the words of the class held apart, and of what there is not.
-  // Returns whether the round has neither.
   const auto load = [&](int start, unsigned nothing) {
     const bool single = start < 0;
-    bool whole = !single && start + (LOADS - 1) * group_size < span.vectors;
-    if (whole) {
+    if (!single && start + (LOADS - 1) * group_size < span.vectors) {
       const T* from = row + span.vector_start(start);
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) v[i] = load_constant(from + i * group_size * WIDTH);
@@ -306,13 +307,11 @@ __global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOC
         if (!single && index < span.vectors) v[i] = load_constant(row + span.vector_start(index));
       }
     }
-    if (single || static_cast<unsigned>(apart - place(start, 0)) < static_cast<unsigned>(step * WIDTH)) {
+    if (!HOLDS && (single || has_target(start))) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
-        if (!single || apart == place(start, i)) mask<T>(v[i], static_cast<unsigned>(apart - place(start, i)), nothing);
-      whole = false;
+        if (!single || target == place(start, i)) mask<T>(v[i], static_cast<unsigned>(target - place(start, i)), nothing);
     }
-    return whole;
   };
   const auto largest_of_round = [&] {
     unsigned largest = Storage<T>::minus_inf;
@@ -322,7 +321,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOC
   };
 
   for (int start = first_round; start < span.vectors; start += step) {
-    const bool whole = load(start, Storage<T>::minus_inf);
+    load(start, Storage<T>::minus_inf);
     float highest = largest_of_round();
     const float before = exponentials.top;
     exponentials.top = maximum_or_nan(before, highest);
@@ -342,7 +341,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOC
         const int index = start + i / WIDTH * group_size + (start < 0 ? step : 0);
         if (i == but || (start < 0 ? i % WIDTH != 0 || index >= span.scalars : index >= span.vectors)) continue;
         const int at = place(start, i / WIDTH) + i % WIDTH;
-        if (at != apart) add(number_of(row[at]));
+        if (HOLDS || at != target) add(number_of(row[at]));
       }
     };
     bool near = highest <= exponentials.bound || (!HOLDS && exponentials.rises_to(highest));
@@ -369,6 +368,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOC
       }
       if (!near) one_by_one(out, [&](double x) { exponentials.add_any(x, call.transform); });
     }
+    if (!SUMS && !near) continue;
     if (near) {
       uint32_t sums[3] = {0, 0, 0};
 #pragma unroll
@@ -378,6 +378,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOC
     if (ENTROPIES && (start & (2048 * step - 1)) < step) exponentials.entropy.add_digits();
     if (SUMS) {
       const bool usable = near && LogitSum<T>::takes(smallest);
+      const bool whole = start >= 0 && start + (LOADS - 1) * group_size < span.vectors && !has_target(start);
       if (usable && !whole) load(start, 0);
       if (!usable || !logit_sum.add(v)) one_by_one(-1, [&](double x) { logit_sum.add_any(x, call.transform); });
     }
