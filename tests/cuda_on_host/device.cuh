@@ -292,7 +292,7 @@ inline unsigned maximum_of_bfloat16s(unsigned a, unsigned b) {
 }
 
 inline float size_of(float v) { return std::fabs(v); }
-inline float smaller_size(float a, float b) { return std::fmin(size_of(a), size_of(b)); }
+inline float smaller_size(float a, float b) { return a != a ? a : b != b ? b : std::fmin(a, size_of(b)); }
 inline unsigned smaller_sizes_of_bfloat16s(unsigned a, unsigned b) {
   const auto number = [](unsigned bits) { return bit_cast<float>(bits << 16); };
   const auto smaller = [&](unsigned p, unsigned q) { return bfloat16_of_float(smaller_size(number(p), number(q))); };

@@ -18,7 +18,6 @@ from pce_mpi.loss.kernels.launch_config import GENERAL_RESIDENT_THREADS, RESIDEN
 
 # A multiprocessor has 65,536 registers.
 REGISTERS = 65536
-PLAIN = ("forward.cu", "backward.cu")
 
 
 def test_sources_use_exactly_constants_of_python():
@@ -108,9 +107,9 @@ def reports():
         pytest.skip(f"NVRTC cannot be loaded: {error}")
     kernels = compilation.instantiations()
     # Those of one general file differ in dtypes and arithmetic, and need more registers for sm_90: one shows sm_80.
-    for_sm_80 = {kernel.name if kernel.file in PLAIN else kernel.file: kernel for kernel in kernels}.values()
-    # A change of the compiler's shows in the loops, with a scale or without.
-    for_later = [kernel for kernel in kernels if kernel.file in PLAIN and "true" in kernel.name]
+    for_sm_80 = {kernel.name if kernel in compilation.LOOPS else kernel.file: kernel for kernel in kernels}.values()
+    # A change of the compiler's shows in the loops, of any dtype.
+    for_later = [kernel for kernel in compilation.LOOPS if "bfloat16" in kernel.name]
     others = [(80, for_sm_80), (100, for_later), (120, for_later)]
     jobs = [*((kernel, 90) for kernel in kernels), *((each, number) for number, some in others for each in some)]
     with ProcessPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
@@ -127,7 +126,7 @@ def test_every_kernel_compiles(reports):
 def test_kernels_spill_nothing_and_fit_resident_threads(reports):
     for kernel, architecture, registers, in_memory, _ in reports:
         print(f"{kernel.name:65} sm_{architecture} {max(registers)} registers")
-        threads = RESIDENT_THREADS if kernel.file in PLAIN else GENERAL_RESIDENT_THREADS
+        threads = RESIDENT_THREADS if kernel in compilation.LOOPS and ", 0>" in kernel.name else GENERAL_RESIDENT_THREADS
         assert registers, kernel
         assert max(registers) <= REGISTERS // threads, (kernel, architecture, registers)
         # A stack would be an array that is indexed while the kernel runs.

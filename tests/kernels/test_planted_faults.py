@@ -16,8 +16,10 @@ from kernels.comparing import (
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
+from kernels.test_kernels import check_entropies_on_grids
 from pce_mpi.loss.kernels import compilation
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
+from pce_mpi.loss.kernels.parameters import Transform
 from pce_mpi.loss.softmax_state import ROW_GRADIENT
 from ranks.test_definition import FIELDS
 
@@ -38,20 +40,22 @@ def faulty(cuda, monkeypatch, tmp_path, file, correct, wrong):
     monkeypatch.setattr(cuda, "_function", function)
 
 
-def few_rows(fields="plain"):
+def few_rows(fields="plain", transform=Transform()):
     """Yield problems of many vectors and of few, also in order or with huge logits first, and logits in memory."""
     for classes in (13, 301, 2500):
         drawn = np.random.default_rng([16, classes]).normal(0, 3, (4, classes))
         huge = np.where(np.arange(classes) < classes // 3, 1e36, drawn)
-        for values in (drawn, np.sort(drawn * 5), np.sort(drawn * 300), huge):
-            logits = values.astype(np.float32 if values is huge or classes == 301 else np.float16)
-            problem = Problem(logits, np.array([classes // 2, classes - 1, 0, classes // 3]), FIELDS[fields])
+        low = np.where(np.arange(classes) % 5 == 1, -1e12, drawn)
+        for values in (drawn, np.sort(drawn * 5), np.sort(drawn * 300), huge, low):
+            logits = values.astype(np.float32 if np.abs(values).max() > 1e9 or classes == 301 else np.float16)
+            columns = np.array([classes // 2, classes - 1, 0, classes // 3])
+            problem = Problem(logits, columns, FIELDS[fields], transform=transform)
             strided, _ = rows_in_memory(logits[:, :, None], pitch=classes + 3, shift=3)
             yield problem, strided
 
 
-def check_forward(cuda, fields="plain", splits=1):
-    for problem, strided in few_rows(fields):
+def check_forward(cuda, fields="plain", splits=1, transform=Transform()):
+    for problem, strided in few_rows(fields, transform):
         with pytest.MonkeyPatch.context() as patch:
             chunk = 2**14 if splits == 1 else problem.logits.shape[1] // splits // 8 * 8 + 8
             splits_of_row = -(-problem.logits.shape[1] // chunk)
@@ -60,12 +64,24 @@ def check_forward(cuda, fields="plain", splits=1):
             assert_states(states_on_device(cuda, problem, strided), problem)
 
 
+def check_general(cuda):
+    check_forward(cuda, "statistics", splits=3, transform=Transform(0.7))
+
+
+def check_smoothing(cuda):
+    check_forward(cuda, "smoothed")
+
+
 def check_statistics(cuda):
-    check_forward(cuda, "statistics", splits=3)
+    check_forward(cuda, "statistics")
 
 
-def check_backward(cuda, config=None):
-    for problem, strided in few_rows():
+def check_grids(cuda):
+    check_entropies_on_grids(cuda, np.dtype(np.float32))
+
+
+def check_backward(cuda, config=None, fields="plain"):
+    for problem, strided in few_rows(fields):
         rows = rows_of(problem, 1)
         rows.view(np.int64)[:, ROW_GRADIENT["valid"]] = 1, 1, 1, 0
         with pytest.MonkeyPatch.context() as patch:
@@ -79,13 +95,21 @@ def check_backward_of_two_warps(cuda):
     check_backward(cuda, LaunchConfig(64, 128, 2**14, 1, 2))
 
 
+def check_backward_of_smoothing(cuda):
+    check_backward(cuda, fields="smoothed")
+
+
+def check_backward_of_statistics(cuda):
+    check_backward(cuda, fields="statistics")
+
+
 FAULTS = [
     (check_forward, "storage.cuh", "(misaligned)) % width", "(misaligned) - 1) % width"),
     (check_forward, "storage.cuh", "index < head ? index : index + vectors * width", "index"),
     (check_forward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),
     (check_forward, "storage.cuh", "v.word[i] >> 16)})", "v.word[i] & 0xffffu)})"),
     (check_forward, "forward.cu", "start += step)", "start += 2 * step)"),
-    (check_forward, "forward.cu", "if (!single || target == place(i)) mask", "if (!single) mask"),
+    (check_forward, "forward.cu", "if (!single || target == place(start, i)) mask", "if (!single) mask"),
     (check_forward, "forward.cu", "< static_cast<unsigned>(step * WIDTH)", "< static_cast<unsigned>(step)"),
     (
         check_forward,
@@ -93,7 +117,7 @@ FAULTS = [
         "    digits.raise(floor_div(n, Single::WIDTH));\n",
         "    digits.grid = floor_div(n, 21);\n",
     ),
-    (check_forward, "forward.cu", "if (at != target) exponentials.add_any", "exponentials.add_any"),
+    (check_forward, "forward.cu", "if (HOLDS || at != target) add(", "add("),
     (check_forward, "forward.cu", "if (largest > 4096) return false;", ""),
     (
         check_forward,
@@ -104,28 +128,40 @@ FAULTS = [
     (check_forward, "groups.cuh", "sum.raise(reduce(sum.grid,", "(void)(reduce(sum.grid,"),
     (check_forward, "groups.cuh", "for (int i = 1; i < warps; ++i) value", "for (int i = 2; i < warps; ++i) value"),
     (check_forward, "groups.cuh", "__syncthreads();\n  value = warp_values[first]", "value = warp_values[first]"),
-    (check_statistics, "groups.cuh", "*own, own[step], call);\n    __syncthreads();", "*own, own[step], call);"),
-    (check_statistics, "general_forward.cu", "      x = before;\n", ""),
-    (check_statistics, "general_forward.cu", "class_start + tile.first_class + at, at", "class_start + at, at"),
-    (check_statistics, "merge.cu", "split += WARP_SIZE", "split += 2"),
-    (check_statistics, "merge.cu", "int split = lane;", "int split = lane + 1;"),
+    (check_smoothing, "forward.cu", "load(start, 0);", "load(start, 0x3c003c00);"),
+    (check_smoothing, "forward.cu", "magnitude(sum) <= 0x1p16", "magnitude(sum) <= 0x1p60"),
+    (check_smoothing, "forward.cu", "if (largest_ >= 1.0f)", "if (largest_ >= 0.1f)"),
+    (check_smoothing, "forward.cu", "static_cast<int>(x[j])", "static_cast<int>(x[j] + 0.5f)"),
+    (check_statistics, "forward.cu", "if (bits(larger) != bits(top_of_vectors)) top", "top"),
+    (check_statistics, "forward.cu", "span.scalars ? first_place(first_round) : NONE", "NONE"),
+    (check_statistics, "forward.cu", "if (!holds_top) exponentials", "exponentials"),
+    (check_statistics, "forward.cu", "if (has_top && !holds_top)", "if (has_top)"),
+    (check_statistics, "forward.cu", "exponentials.add_any(wide(held), call.transform);\n          held", "held"),
+    (check_statistics, "forward.cu", "if (!exact) add_below_one", "if (false) add_below_one"),
+    (check_statistics, "forward.cu", "    second_ += digit;\n", "    second_ += v;\n"),
+    (check_grids, "forward.cu", "narrow(end - log(end))", "narrow(end)"),
+    (check_grids, "forward.cu", "if (limbs_.grid < -1) return false;", ""),
+    (check_statistics, "forward.cu", "for (int j = 0; away && j < 3; ++j)", "for (int j = 0; away && j < 2; ++j)"),
+    (check_general, "groups.cuh", "*own, own[step], call);\n    __syncthreads();", "*own, own[step], call);"),
+    (check_general, "general_forward.cu", "      x = before;\n", ""),
+    (check_general, "general_forward.cu", "class_start + tile.first_class + at, at", "class_start + at, at"),
+    (check_general, "merge.cu", "split += WARP_SIZE", "split += 2"),
+    (check_general, "merge.cu", "int split = lane;", "int split = lane + 1;"),
     (check_backward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),
-    (
-        check_backward,
-        "backward.cu",
-        "narrowed<T>(at == held ? held_dx : near",
-        "narrowed<T>(at == held + 1 ? held_dx : near",
-    ),
-    (check_backward, "backward.cu", "if (index == j) x[j] = held_dx", "if (index == j) x[j] += held_dx"),
+    (check_backward, "backward.cu", "span.index_of(held) % group_size", "0"),
     (check_backward, "backward.cu", "exponent - odd", "exponent"),
     (check_backward, "backward.cu", "(154 + exponent)", "(100 + exponent)"),
     (check_backward, "backward.cu", "Vector{0, 0, 0, 0}", "Vector{0, 0, 0, 1}"),
+    (check_backward_of_smoothing, "backward.cu", "wide(gradient) - weight_factor_", "wide(gradient)"),
+    (check_backward_of_statistics, "backward.cu", "(SCALED ? __fma_rn(scale_, wide(v), -origin_) : wide(v) - origin_)", "wide(v)"),
+    (check_backward_of_statistics, "backward.cu", "slope_at(v) + more", "slope_at(v)"),
+    (check_backward_of_statistics, "backward.cu", "span.index_of(target) % group_size", "0"),
     (check_backward_of_two_warps, "backward.cu", "  __syncthreads();\n", ""),
     (check_backward_of_two_warps, "backward.cu", "threadIdx.x) / group_size]", "threadIdx.x) / WARP_SIZE]"),
 ]
 
 
-@pytest.mark.parametrize("check", [check_forward, check_statistics, check_backward, check_backward_of_two_warps])
+@pytest.mark.parametrize("check", {check for check, *_ in FAULTS}, ids=lambda check: check.__name__)
 def test_comparisons_that_find_faults_pass_without_one(cuda, check):
     check(cuda)
 

@@ -87,16 +87,16 @@ __device__ __forceinline__ float size_of(float v) {
   return size;
 }
 
-// The smaller size of two numbers; not that of a nan.
+// The smaller of a and the size of b; nan where one of the two is.
 __device__ __forceinline__ float smaller_size(float a, float b) {
   float smaller;
-  asm("min.f32 %0, %1, %2;" : "=f"(smaller) : "f"(size_of(a)), "f"(size_of(b)));
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(size_of(b)));
   return smaller;
 }
 
 __device__ __forceinline__ unsigned smaller_sizes_of_bfloat16s(unsigned a, unsigned b) {
   unsigned smaller;
-  asm("{ .reg .b32 c, d; abs.bf16x2 c, %1; abs.bf16x2 d, %2; min.bf16x2 %0, c, d; }" : "=r"(smaller) : "r"(a), "r"(b));
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b & 0x7fff7fffu));
   return smaller;
 }
 

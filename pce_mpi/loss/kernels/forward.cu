@@ -16,13 +16,15 @@ class LogitSum {
   Sum others_ = {NO_GRID, {0, 0, 0}};
 
  public:
-  static __device__ __forceinline__ bool takes(unsigned smallest) { return LEAST == 0.0 || min_of_word<T>(smallest) >= LEAST; }
+  // Whether `add` takes logits of which these are the smallest sizes.
+  static __device__ __forceinline__ bool takes(unsigned sizes) {
+    return LEAST == 0.0 || min_of_word<T>(sizes) >= LEAST;
+  }
 
-  // Add logits of at most 2,047 that `takes` has been asked about, or zeros. False, with nothing added, if one is far
-  // below 0.
+  // Add logits of at most 2,047. False, with nothing added, if one is far below 0.
   __device__ __forceinline__ bool add(const Vector (&v)[LOADS]) {
     double sum = 0.0;
-    int whole = 0;
+    unsigned whole = 0;
     float x[Storage<T>::width];
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
@@ -30,13 +32,13 @@ class LogitSum {
 #pragma unroll
       for (int j = 0; j < Storage<T>::width; ++j) {
         sum += wide(x[j]);
-        whole += static_cast<int>(x[j]);
+        whole += static_cast<unsigned>(static_cast<int>(x[j]));
       }
     }
-    if (!(magnitude(sum) <= 0x1p16)) return false;
-    units_ += static_cast<int64_t>(sum * UNIT);
-    whole_ += whole;
-    if (largest_ < 1.0f) {
+    const bool usable = magnitude(sum) <= 0x1p16;
+    units_ += usable ? static_cast<int64_t>(sum * UNIT) : 0;
+    whole_ += usable ? static_cast<int>(whole) : 0;
+    if (usable && largest_ < 1.0f) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
         unpack<T>(v[i], x);
@@ -44,7 +46,7 @@ class LogitSum {
         for (int j = 0; j < Storage<T>::width; ++j) largest_ = maximum_or_nan(largest_, size_of(x[j]));
       }
     }
-    return true;
+    return usable;
   }
 
   // Add any logit.
@@ -128,7 +130,6 @@ class EntropySum {
   __device__ __forceinline__ void add_any(double x, const Exponential<float>& e, bool away, const Transform& transform) {
     Sum sum = {NO_ENTROPY, {0, 0, 0}};
     add_digits();
-    if (away) sum.grid = limbs_.grid;
     add_entropy<Single>(sum, fixed_point(e.t), e.n - Single::POINT, x, transform);
     for (int j = 0; away && j < 3; ++j) sum.limbs[j] = 0 - sum.limbs[j];
     limbs_.add(sum);
@@ -330,7 +331,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOC
       if (bits(larger) != bits(top_of_vectors)) top_round = start;
       top_of_vectors = larger;
     }
-    unsigned smallest = Storage<T>::minus_inf;
+    unsigned smallest = Storage<T>::minus_inf & 0x7fff7fffu;
     if (SUMS) {
 #pragma unroll
       for (int i = 0; i < LOADS * 4; ++i) smallest = minimum_size<T>(smallest, v[i / 4].word[i % 4]);

@@ -106,7 +106,7 @@ __device__ __forceinline__ float max_of_word(unsigned word) {
   }
 }
 
-// Elementwise the smaller size of two words.
+// Elementwise the smaller of a and the size of b.
 template <typename T>
 __device__ __forceinline__ unsigned minimum_size(unsigned a, unsigned b) {
   if constexpr (Storage<T>::dtype == FLOAT32)
@@ -186,6 +186,12 @@ struct VectorizedSpan {
   __device__ __forceinline__ int vector_start(int index) const { return head + index * width; }
   __device__ __forceinline__ int scalar_index(int index) const {
     return index < head ? index : index + vectors * width;
+  }
+
+  // The index of the vector or scalar that an element is in.
+  __device__ __forceinline__ int index_of(int at) const {
+    const int after = at - head, past = after - vectors * width;
+    return after < 0 ? at : past < 0 ? after / width : head + past;
   }
 };
 
