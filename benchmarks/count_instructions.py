@@ -2,7 +2,7 @@
 
     python benchmarks/count_instructions.py --arch 90
 
-Needs nvcc and nvdisasm of a CUDA toolkit on PATH, and no GPU. The count is that of the shortest way around the loop
+Needs CuPy and NVRTC, which compile as they do for a GPU, nvdisasm (pip install nvidia-cuda-nvdisasm), and no GPU. The count is that of the shortest way around the loop
 which passes all its arithmetic: rounds that are whole, with no target and no coarser grid. A multiprocessor issues 4
 instructions of 32 threads a cycle; at the speed of a copy an H200 has 15.6 of them for a bfloat16 logit that is read,
 and 31 for one that is read and written or a float32 logit that is read.
@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from pathlib import Path
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from typing import NamedTuple
 
-from pce_mpi.loss.kernels.compilation import LOOPS, OPTIONS, Kernel, source_folder
+from pce_mpi.loss.kernels.compilation import LOOPS, OPTIONS, Kernel, source_of
 from pce_mpi.loss.kernels.launch_config import LOADS, VECTOR_BYTES
 
 # A block of instructions with so much float32 arithmetic, or so many numbers made float64, is one on vectors of logits.
@@ -38,26 +40,40 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", default="90", help="compute capability, such as 80")
     options = parser.parse_args()
-    for tool in ("nvcc", "nvdisasm"):
-        if shutil.which(tool) is None:
-            print(f"{tool} is not on PATH; a CUDA toolkit has it", file=sys.stderr)
-            return 2
+    if disassembler() is None:
+        print("nvdisasm is missing: pip install nvidia-cuda-nvdisasm", file=sys.stderr)
+        return 2
     for kernel in LOOPS:
-        size = 4 if "<float," in kernel.name else 2
-        logits = LOADS * VECTOR_BYTES // size
-        print(f"{kernel.name:50} {around_loop(blocks_of(disassembled(kernel, options.arch))) / logits:5.1f}")
+        print(f"{kernel.name:50} {instructions(kernel, cubin_of(kernel, options.arch)):5.1f}")
     return 0
 
 
-def disassembled(kernel: Kernel, arch: str) -> str:
-    """Return the assembly code of a kernel, with labels."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, cubin = f"{folder}/kernel.cu", f"{folder}/kernel.cubin"
-        with open(source, "w", encoding="utf-8") as file:
-            file.write(f'#include "{source_folder / kernel.file}"\nauto kernel = {kernel.name};\n')
-        # -ftz=true is what CuPy adds.
-        subprocess.run(["nvcc", *OPTIONS, "-ftz=true", f"-arch=sm_{arch}", "-cubin", "-o", cubin, source], check=True)
-        return subprocess.run(["nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout
+def cubin_of(kernel: Kernel, arch: str) -> bytes:
+    """Return a kernel, compiled as CuPy does."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(source_of(kernel.file), kernel.file, (), ())
+    nvrtc.addNameExpression(program, kernel.name)
+    nvrtc.compileProgram(program, (*OPTIONS, "-ftz=true", f"-arch=sm_{arch}"))
+    cubin = nvrtc.getCUBIN(program)
+    nvrtc.destroyProgram(program)
+    return bytes(cubin) + b"\0"  # which CuPy takes off, as from a text
+
+
+def disassembler() -> str | None:
+    """Return the path of nvdisasm: that of the package, or one on PATH."""
+    package = Path(sysconfig.get_path("purelib"), "nvidia/cu13/bin/nvdisasm")
+    return str(package) if package.exists() else shutil.which("nvdisasm")
+
+
+def instructions(kernel: Kernel, cubin: bytes) -> float:
+    """Return the instructions that the loop of a kernel, compiled, executes for each logit."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(disassembler()), "-c", file.name]
+        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return around_loop(blocks_of(code)) / (LOADS * VECTOR_BYTES // (4 if "<float," in kernel.name else 2))
 
 
 def blocks_of(code: str) -> list[Block]:

@@ -260,7 +260,7 @@ class Exponentials {
 // HOLD_LARGEST the target is held apart, with the one the logits are summed too, with the other all that is asked for is
 // the largest logit, its class, and sums over others. ENTROPY needs HOLD_LARGEST.
 template <typename T, bool SCALED, int FIELDS>
-__global__ void __launch_bounds__(BLOCK_THREADS, resident_threads(FIELDS) / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_THREADS)
     fill_states(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
                 const int64_t* target_column, const double* weight, double scale, int fields, uint64_t* states,
                 int64_t class_start) {
