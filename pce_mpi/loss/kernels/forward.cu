@@ -195,7 +195,7 @@ class Exponentials {
     if (ENTROPIES && !entropy.rises_to(highest, exponential<Single>(wide(highest), {1.0, 0.0}), most)) return false;
     limit_ = static_cast<uint32_t>(static_cast<int>(largest) + MAGIC32_BITS);
     const double end = static_cast<double>(largest) * LN_2;
-    bound = over_scale(narrow(end < most ? end : most));
+    bound = over_scale(narrow(end < wide(most) ? end : wide(most)));
     return true;
   }
 
@@ -336,44 +336,48 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
 #pragma unroll
       for (int i = 0; i < LOADS * 4; ++i) smallest = minimum_size<T>(smallest, v[i / 4].word[i % 4]);
     }
-    const auto one_by_one = [&](int but, auto add) {
+    float swapped = held;  // is in place of the element `out`
+    int out = -1;
+    const auto one_by_one = [&](auto add) {
 #pragma unroll 1
       for (int i = 0; i < LOADS * WIDTH; ++i) {
         const int index = start + i / WIDTH * group_size + (start < 0 ? step : 0);
-        if (i == but || (start < 0 ? i % WIDTH != 0 || index >= span.scalars : index >= span.vectors)) continue;
+        if (start < 0 ? i % WIDTH != 0 || index >= span.scalars : index >= span.vectors) continue;
         const int at = place(start, i / WIDTH) + i % WIDTH;
-        if (HOLDS || at != target) add(number_of(row[at]));
+        if (HOLDS || at != target) add(i == out ? wide(swapped) : number_of(row[at]));
       }
     };
     bool near = highest <= exponentials.bound || (!HOLDS && exponentials.rises_to(highest));
     if (!near && finite(wide(exponentials.top))) {
       exponentials.outgrow(before, exponentials.top, call.transform);
-      int out = -1;
-      if (HOLDS) {
-        if (!same(maximum_or_nan(held, highest), held)) {
+      if (HOLDS && !same(maximum_or_nan(held, highest), held)) {
+        // The largest logit is held, and the one that was takes its place.
 #pragma unroll
-          for (int i = 0; i < LOADS; ++i) {
-            float x[WIDTH];
-            unpack<T>(v[i], x);
+        for (int i = 0; i < LOADS; ++i) {
+          float x[WIDTH];
+          unpack<T>(v[i], x);
 #pragma unroll
-            for (int j = 0; j < WIDTH; ++j)
-              if (same(x[j], highest)) out = i * WIDTH + j;
-          }
-#pragma unroll
-          for (int i = 0; i < LOADS; ++i) mask<T>(v[i], static_cast<unsigned>(out - i * WIDTH), Storage<T>::minus_inf);
-          exponentials.add_any(wide(held), call.transform);
-          held = highest;
-          highest = largest_of_round();
+          for (int j = 0; j < WIDTH; ++j)
+            if (same(x[j], highest)) out = i * WIDTH + j;
         }
-        near = highest <= exponentials.bound || exponentials.rises_to(highest);
+        swapped = held;
+        held = highest;
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) mask<T>(v[i], static_cast<unsigned>(out - i * WIDTH), word_of<T>(swapped));
+        highest = largest_of_round();
       }
-      if (!near) one_by_one(out, [&](double x) { exponentials.add_any(x, call.transform); });
+      near = HOLDS && (highest <= exponentials.bound || exponentials.rises_to(highest));
+      if (!near) one_by_one([&](double x) { exponentials.add_any(x, call.transform); });
     }
     if (!SUMS && !near) continue;
     if (near) {
       uint32_t sums[3] = {0, 0, 0};
 #pragma unroll
-      for (int i = 0; i < LOADS; ++i) exponentials.template add<T>(v[i], sums);
+      for (int i = 0; i < LOADS; ++i) {
+        // A long block of instructions would take more registers than there are.
+        if (ENTROPIES && i == LOADS / 2 && start + i * group_size >= span.vectors) break;
+        exponentials.template add<T>(v[i], sums);
+      }
       exponentials.add_sums(sums);
     }
     if (ENTROPIES && (start & (2048 * step - 1)) < step) exponentials.entropy.add_digits();
@@ -381,7 +385,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
       const bool usable = near && LogitSum<T>::takes(smallest);
       const bool whole = start >= 0 && start + (LOADS - 1) * group_size < span.vectors && !has_target(start);
       if (usable && !whole) load(start, 0);
-      if (!usable || !logit_sum.add(v)) one_by_one(-1, [&](double x) { logit_sum.add_any(x, call.transform); });
+      if (!usable || !logit_sum.add(v)) one_by_one([&](double x) { logit_sum.add_any(x, call.transform); });
     }
   }
 
@@ -416,8 +420,9 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
     // All other logits join the sums.
     const bool has_top = found == first, holds_top = has_top && same(held, top);
     exponentials.top = top;
-    if (!holds_top) exponentials.add_any(wide(held), call.transform);
-    if (has_top && !holds_top) exponentials.add_any(wide(top), call.transform, true);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i)
+      if (!holds_top && (i == 0 || has_top)) exponentials.add_any(wide(i == 0 ? held : top), call.transform, i == 1);
   }
   Sum sum = exponentials.limbs(), entropy = exponentials.entropy.limbs(), weighted_logit = logit_sum.limbs();
   reduce_sums(sum, group_size);

@@ -141,6 +141,15 @@ __device__ __forceinline__ T narrowed(float x) {
     return x;
 }
 
+// A word of equal elements.
+template <typename T>
+__device__ __forceinline__ unsigned word_of(float x) {
+  if constexpr (sizeof(T) == 4)
+    return bit_cast<unsigned>(x);
+  else
+    return narrowed<T>(x).bits * 0x10001u;
+}
+
 __device__ __forceinline__ double number_of(float16 x) { return wide(widen(x)); }
 __device__ __forceinline__ double number_of(bfloat16 x) { return wide(widen(x)); }
 
