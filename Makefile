@@ -206,7 +206,8 @@ endef
 
 $(installed)/kernels-$(CUDA): $(installed)/test
 	$(without_other_cupy)
-	$(bin)/python -m pip install --quiet cupy-cuda$(CUDA)x $(if $(filter 12,$(CUDA)),nvidia-cuda-nvrtc-cu12,nvidia-cuda-nvrtc)
+	$(bin)/python -m pip install --quiet cupy-cuda$(CUDA)x $(if $(filter 12,$(CUDA)),nvidia-cuda-nvrtc-cu12,nvidia-cuda-nvrtc) \
+		nvidia-cuda-nvdisasm
 	touch $@
 
 $(installed)/gpu-$(CUDA): $(installed)/test

@@ -57,7 +57,7 @@ def cubin_of(kernel: Kernel, arch: str) -> bytes:
     nvrtc.compileProgram(program, (*OPTIONS, "-ftz=true", f"-arch=sm_{arch}"))
     cubin = nvrtc.getCUBIN(program)
     nvrtc.destroyProgram(program)
-    return bytes(cubin) + b"\0"  # which CuPy takes off, as from a text
+    return bytes(cubin)
 
 
 def disassembler() -> str | None:
@@ -69,7 +69,7 @@ def disassembler() -> str | None:
 def instructions(kernel: Kernel, cubin: bytes) -> float:
     """Return the instructions that the loop of a kernel, compiled, executes for each logit."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(cubin + b"\0")  # which CuPy takes off, as from a text
         file.flush()
         command = [str(disassembler()), "-c", file.name]
         code = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -347,29 +347,32 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
         if (HOLDS || at != target) add(i == out ? wide(swapped) : number_of(row[at]));
       }
     };
-    bool near = highest <= exponentials.bound || (!HOLDS && exponentials.rises_to(highest));
-    if (!near && finite(wide(exponentials.top))) {
-      exponentials.outgrow(before, exponentials.top, call.transform);
-      if (HOLDS && !same(maximum_or_nan(held, highest), held)) {
-        // The largest logit is held, and the one that was takes its place.
+    bool near = true;
+    if (!(highest <= exponentials.bound) && (HOLDS || !exponentials.rises_to(highest))) {
+      near = false;
+      if (finite(wide(exponentials.top))) {
+        exponentials.outgrow(before, exponentials.top, call.transform);
+        if (HOLDS && !same(maximum_or_nan(held, highest), held)) {
+          // The largest logit is held, and the one that was takes its place.
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-          float x[WIDTH];
-          unpack<T>(v[i], x);
+          for (int i = 0; i < LOADS; ++i) {
+            float x[WIDTH];
+            unpack<T>(v[i], x);
 #pragma unroll
-          for (int j = 0; j < WIDTH; ++j)
-            if (same(x[j], highest)) out = i * WIDTH + j;
+            for (int j = 0; j < WIDTH; ++j)
+              if (same(x[j], highest)) out = i * WIDTH + j;
+          }
+          swapped = held;
+          held = highest;
+#pragma unroll
+          for (int i = 0; i < LOADS; ++i) mask<T>(v[i], static_cast<unsigned>(out - i * WIDTH), word_of<T>(swapped));
+          highest = largest_of_round();
         }
-        swapped = held;
-        held = highest;
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) mask<T>(v[i], static_cast<unsigned>(out - i * WIDTH), word_of<T>(swapped));
-        highest = largest_of_round();
+        near = HOLDS && (highest <= exponentials.bound || exponentials.rises_to(highest));
+        if (!near) one_by_one([&](double x) { exponentials.add_any(x, call.transform); });
       }
-      near = HOLDS && (highest <= exponentials.bound || exponentials.rises_to(highest));
-      if (!near) one_by_one([&](double x) { exponentials.add_any(x, call.transform); });
+      if (!SUMS && !near) continue;
     }
-    if (!SUMS && !near) continue;
     if (near) {
       uint32_t sums[3] = {0, 0, 0};
 #pragma unroll
