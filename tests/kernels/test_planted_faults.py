@@ -109,7 +109,7 @@ FAULTS = [
     (check_forward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),
     (check_forward, "storage.cuh", "v.word[i] >> 16)})", "v.word[i] & 0xffffu)})"),
     (check_forward, "forward.cu", "start += step)", "start += 2 * step)"),
-    (check_forward, "forward.cu", "if (!single || target == place(start, i)) mask", "if (!single) mask"),
+    (check_forward, "forward.cu", "if (!single || target == place(start, i))", "if (!single)"),
     (check_forward, "forward.cu", "< static_cast<unsigned>(step * WIDTH)", "< static_cast<unsigned>(step)"),
     (
         check_forward,

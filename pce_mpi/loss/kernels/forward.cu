@@ -1,14 +1,15 @@
-// Forward in float32: the states, with the target held apart or, without targets and for statistics, the largest logit.
-// Each logit is read once. Launched by cuda.py.
+// Forward in float32, also with label smoothing and for statistics: the states. Each logit is read once. Launched by
+// cuda.py.
 #include <groups.cuh>
 
 namespace pce {
 
-// The sum of logits, in limbs. Most are multiples of 2^-36, and below 2^17; float64 adds those without rounding.
+// The sum of logits, in limbs. Most are multiples of 2^-36 of a size up to 2^17: float64 adds those without rounding.
 template <typename T>
 class LogitSum {
   // From this size on logits are such multiples; those of float16 always are.
-  static constexpr double LEAST = Storage<T>::dtype == FLOAT32 ? 0x1p-13 : Storage<T>::dtype == BFLOAT16 ? 0x1p-29 : 0.0;
+  static constexpr double LEAST =
+      Storage<T>::dtype == FLOAT32 ? 0x1p-13 : Storage<T>::dtype == BFLOAT16 ? 0x1p-29 : 0.0;
   static constexpr double UNIT = 0x1p36;
 
   int64_t whole_ = 0, units_ = 0;  // sums of integer parts, and in units of 2^-36
@@ -126,8 +127,9 @@ class EntropySum {
     if (!exact) add_below_one(__fma_rn(e, wide(z), -product) * BASE);
   }
 
-  // Add any finite logit from its exponential, or take it away from a sum that has it.
-  __device__ __forceinline__ void add_any(double x, const Exponential<float>& e, bool away, const Transform& transform) {
+  // Add any finite logit from its exponential, or take it `away` from a sum that has it.
+  __device__ __forceinline__ void add_any(double x, const Exponential<float>& e, bool away,
+                                          const Transform& transform) {
     Sum sum = {NO_ENTROPY, {0, 0, 0}};
     add_digits();
     add_entropy<Single>(sum, fixed_point(e.t), e.n - Single::POINT, x, transform);
@@ -137,7 +139,6 @@ class EntropySum {
 
   __device__ __forceinline__ void forget() { *this = EntropySum(); }
 
-  // After some rounds of loads.
   __device__ __forceinline__ Sum& limbs() {
     add_digits();
     return limbs_;
@@ -236,7 +237,8 @@ class Exponentials {
   // Add any logit, after `top` has been raised, or take `away` one that has been added. Beside a huge one only equal
   // ones count.
   __device__ __forceinline__ void add_any(double x, const Transform& transform, bool away = false) {
-    if (!finite(x) || (x != wide(top) && (is_huge(wide(top), transform) || (ENTROPIES && is_huge(x, transform))))) return;
+    const bool is_top = x == wide(top);
+    if (!finite(x) || (!is_top && (is_huge(wide(top), transform) || (ENTROPIES && is_huge(x, transform))))) return;
     const Exponential<float> e = exponential<Single>(x, transform);
     digits.raise(floor_div(e.n, Single::WIDTH));
     bound = from_bits(0xff800000u);  // `rises_to` has to look at the grid
@@ -256,9 +258,8 @@ class Exponentials {
   }
 };
 
-// `states` is (rows, splits, words). FIELDS are those of `fields` that change the loop; without WEIGHTED_LOGIT and
-// HOLD_LARGEST the target is held apart, with the one the logits are summed too, with the other all that is asked for is
-// the largest logit, its class, and sums over others. ENTROPY needs HOLD_LARGEST.
+// `states` is (rows, splits, words). FIELDS are those of `fields` that change the loop: WEIGHTED_LOGIT, with the weight 1
+// for all classes, HOLD_LARGEST, or this and ENTROPY. The last three come without a scale.
 template <typename T, bool SCALED, int FIELDS>
 __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_THREADS)
     fill_states(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
@@ -275,9 +276,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
   const Call call = {fields, {scale, 0.0}};
   Exponentials<SCALED, FIELDS> exponentials(scale);
   LogitSum<T> logit_sum;
-  // If the largest logit is held apart: one that no other of this thread was larger than when it came, and is in no sum.
+  // With HOLD_LARGEST: a logit that is in no sum; the largest logit of vectors, and the round in which it first came.
   float held = exponentials.top;
-  // The largest logit of vectors, and the round in which the first one came.
   float top_of_vectors = exponentials.top;
   int top_round = -1;
 
@@ -311,7 +311,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
     if (!HOLDS && (single || has_target(start))) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
-        if (!single || target == place(start, i)) mask<T>(v[i], static_cast<unsigned>(target - place(start, i)), nothing);
+        if (!single || target == place(start, i))
+          mask<T>(v[i], static_cast<unsigned>(target - place(start, i)), nothing);
     }
   };
   const auto largest_of_round = [&] {
@@ -383,6 +384,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
       }
       exponentials.add_sums(sums);
     }
+    // Once in 2,048 rounds, of at most 32 logits.
     if (ENTROPIES && (start & (2048 * step - 1)) < step) exponentials.entropy.add_digits();
     if (SUMS) {
       const bool usable = near && LogitSum<T>::takes(smallest);
