@@ -2,10 +2,10 @@
 
     python benchmarks/count_instructions.py --arch 90
 
-Needs CuPy and NVRTC, which compile as they do for a GPU, nvdisasm (pip install nvidia-cuda-nvdisasm), and no GPU. The count is that of the shortest way around the loop
-which passes all its arithmetic: rounds that are whole, with no target and no coarser grid. A multiprocessor issues 4
-instructions of 32 threads a cycle; at the speed of a copy an H200 has 15.6 of them for a bfloat16 logit that is read,
-and 31 for one that is read and written or a float32 logit that is read.
+Needs CuPy and NVRTC, which compile as they do for a GPU, nvdisasm (pip install nvidia-cuda-nvdisasm), and no GPU. The
+count is that of the shortest way around the loop which passes all its arithmetic: rounds that are whole, with no target
+and no coarser grid. A multiprocessor issues 4 instructions of 32 threads a cycle; at the speed of a copy an H200 has
+15.6 of them for a bfloat16 logit that is read, and 31 for one that is read and written or a float32 logit that is read.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_commands_of_readme_compile_kernel():
 
 
 def compiled(kernel, architecture):
-    """The registers of a kernel, its bytes of stack and spills, instructions that flush subnormal numbers, its cubin."""
+    """The registers of a kernel, its bytes in memory, its instructions that flush subnormal numbers, and its cubin."""
     from cupy_backends.cuda.libs import nvrtc
 
     program = nvrtc.createProgram(compilation.source_of(kernel.file), kernel.file, (), ())
@@ -126,7 +126,8 @@ def test_every_kernel_compiles(reports):
 def test_kernels_spill_nothing_and_fit_resident_threads(reports):
     for kernel, architecture, registers, in_memory, *_ in reports:
         print(f"{kernel.name:65} sm_{architecture} {max(registers)} registers")
-        threads = RESIDENT_THREADS if kernel in compilation.LOOPS and ", 0>" in kernel.name else GENERAL_RESIDENT_THREADS
+        without_options = kernel in compilation.LOOPS and ", 0>" in kernel.name
+        threads = RESIDENT_THREADS if without_options else GENERAL_RESIDENT_THREADS
         assert registers, kernel
         assert max(registers) <= REGISTERS // threads, (kernel, architecture, registers)
         # A stack would be an array that is indexed while the kernel runs.
@@ -149,7 +150,7 @@ def count(monkeypatch):
 # Instructions a logit of each loop, for 16 bits and for float32, by its fields: a number that falls belongs here.
 INSTRUCTIONS = {
     ("fill_states", 0): (22.3, 23.3),
-    ("fill_states", compilation.WEIGHTED_LOGIT): (28.8, 30.2),  # 1.3 times those without options
+    ("fill_states", compilation.WEIGHTED_LOGIT): (28.9, 30.2),  # 1.3 times those without options
     ("fill_states", compilation.HOLD_LARGEST): (22.5, 23.6),
     # Each exp(z) z is a product of float64 that is cut into three digits, and of float32 logits it has a rest.
     ("fill_states", compilation.HOLD_LARGEST | compilation.ENTROPY): (39.8, 49.2),
