@@ -110,20 +110,22 @@ def _table_of(recording: Recording, differences: Differences) -> Iterator[str]:
     yield f"log_prob of {len(counted)} tokens: the rollout's less that of {recording.path}"
     if not len(counted):
         return
+    shape = recording.rows_shape
     rows: list[Sequence[Cell]] = [
-        [name, float(part.mean()), float(np.abs(part).mean()), float(np.abs(part).max())]
+        [name, float(part.mean()), float(size.mean()), float(size.max()), row_name(shape, int(counted[size.argmax()]))]
         for name, every in columns.items()
         for part in [every[counted]]
+        for size in [np.abs(part)]
     ]
-    yield table([["part", "mean", "mean size", "largest size"], *rows[1:], rows[0]])
+    yield table([["part", "mean", "mean size", "largest size", "at"], *rows[1:], rows[0]])
     if differences.unknown_head:
         yield differences.unknown_head
-    sizes = np.nan_to_num(np.abs(differences.parts["rest"][counted]), nan=np.inf)
+    sizes = np.nan_to_num(np.abs(differences.whole[counted]), nan=np.inf)
     worst = counted[np.argsort(-sizes, kind="stable")[:_WORST]]
     lines: list[Sequence[Cell]] = [
         [name, int(differences.targets[row]), *(float(part[row]) for part in columns.values())]
         for row in worst
-        for name in [row_name(recording.rows_shape, int(row))]
+        for name in [row_name(shape, int(row))]
     ]
-    yield f"the {len(lines)} tokens with the largest rest"
+    yield f"the {len(lines)} tokens with the largest difference"
     yield table([["token", "target", *columns], *lines])

@@ -26,6 +26,8 @@ Array = np.ndarray[Any, Any]
 
 # The options of the second recording that have a part.
 _READ = {"logits_dtype", "logit_scale", "num_classes", *Limits._fields}
+# ... and what others say that is said by leaving them out.
+_SAYS_NOTHING = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "smoothing": "all"}
 PARTS = ("head", "temperature", "padded classes", "kept mass", "rest")
 
 
@@ -43,7 +45,7 @@ class Differences:
             if not recording.has("log_prob") or recording.targets is None:
                 raise ValueError(f"{recording.path}: differences need a log_prob of targets that are class numbers")
         for name, value in second.options.items():
-            if name not in _READ and first.options.get(name) != value:
+            if name not in _READ and first.options.get(name, _SAYS_NOTHING.get(name)) != value:
                 raise ValueError(f"{second.path}: {name} = {value} is not an option of {first.path}, and has no part")
         self.targets: Array = np.asarray(first.targets)
         if not np.array_equal(self.targets, np.asarray(second.targets)):

@@ -250,6 +250,32 @@ def test_table_has_ten_worst_tokens(tmp_path, capsys):
     assert "the head's part is in the rest" in printed
 
 
+def test_worst_tokens_are_those_of_largest_difference(tmp_path, capsys):
+    """A temperature explains most of them; the table of parts says where the largest rest is."""
+    logits, targets = drawn(rows=(40,))
+    first = dense.class_statistics(logits, targets).log_prob
+    second = dense.class_statistics(2.0 * logits, targets).log_prob
+    quiet = int(np.abs(second - first).argmin())
+    second[quiet] += 1e-3
+    write(tmp_path / "a", shared={"targets": targets, "log_prob": first}, shards={"logits": logits})
+    write(tmp_path / "b", shared={"targets": targets, "log_prob": second}, logit_scale=2.0)
+    status(tmp_path / "a", tmp_path / "b")
+    printed = capsys.readouterr().out.splitlines()
+    largest = np.argsort(-np.abs(second - first))[:10]
+    assert [line.split()[1] for line in printed[-10:]] == [str(row) for row in largest]
+    (rest,) = [line for line in printed if line.startswith("rest")]
+    assert rest.endswith(f"row {quiet}") and str(quiet) not in map(str, largest)
+
+
+@pytest.mark.parametrize("one, other", [({}, {"ignore_index": -100}), ({"ignore_index": -100}, {})])
+def test_rollout_may_say_the_default(tmp_path, one, other):
+    logits, targets = drawn()
+    log_prob = dense.class_statistics(logits, targets).log_prob
+    write(tmp_path / "a", shared={"targets": targets, "log_prob": log_prob}, shards={"logits": logits}, **one)
+    write(tmp_path / "b", shared={"targets": targets, "log_prob": log_prob}, **other)
+    assert status(tmp_path / "a", tmp_path / "b") == 0
+
+
 def good(folder):
     logits, targets = drawn()
     log_prob = dense.class_statistics(logits, targets).log_prob
