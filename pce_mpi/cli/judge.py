@@ -112,10 +112,11 @@ def _table_of(recording: Recording, differences: Differences) -> Iterator[str]:
         return
     shape = recording.rows_shape
     rows: list[Sequence[Cell]] = [
-        [name, float(part.mean()), float(size.mean()), float(size.max()), row_name(shape, int(counted[size.argmax()]))]
+        [name, float(part.mean()), float(size.mean()), float(size.max()), where if size.any() else None]
         for name, every in columns.items()
         for part in [every[counted]]
         for size in [np.abs(part)]
+        for where in [row_name(shape, int(counted[size.argmax()]))]
     ]
     yield table([["part", "mean", "mean size", "largest size", "at"], *rows[1:], rows[0]])
     if differences.unknown_head:
