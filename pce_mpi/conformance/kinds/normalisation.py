@@ -124,12 +124,15 @@ def _of_each(step: Step, book: Textbook, weights: Array, known: Array, same: _Sa
     for what, mask in _counted(step, book).items():
         for together, text in _PARTS.items():
             alike = np.logical_and.reduce([numbers[each][:, None] == numbers[each] for each in together])
-            products = (alike @ mask.astype(np.float64) * weights)[known]
+            counts = alike @ mask.astype(np.float64)
+            products, said = (counts * weights)[known], text.format(what)
             if same(products, products[0]):
+                # The gradient would be nan.
+                said += ", or by 1 where there are none, as max(count, 1) does" * (not counts.all())
                 # Counts of other tokens may have the same ratios; these need no further factor.
                 if same(products[0], 1.0) or same(products[0] * averages, 1.0):
-                    return text.format(what)
-                found.append(text.format(what))
+                    return said
+                found.append(said)
     return next(iter(found), "")
 
 
