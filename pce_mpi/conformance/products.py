@@ -17,6 +17,11 @@ from pce_mpi.exact.products import product
 
 Array = np.ndarray[Any, Any]
 
+# Of larger chunks, so few are added up that sums in half precision pass.
+_CHUNKS = range(1, 9)
+# Sums in half precision explain errors that are so many times those that are left.
+_CLOSER = 4.0
+
 
 def of_products(problem: Problem, answers: Sequence[Mapping[str, Array]], tolerance: Tolerance) -> list[Product]:
     """Return the comparisons of the gradients by name that all ranks gave."""
@@ -94,8 +99,10 @@ class Product(Compared):
         return finding
 
     def _fault(self) -> str | None:
-        """Name what a sum over the ranks has to do with the errors; None if nothing has."""
+        """Name what a sum over the rows of dw, or over the ranks, has to do with the errors; None if nothing has."""
         ranks = self._problem.ranks
+        if self._name == "dw" and self._problem.dtype.itemsize == 2:
+            return self._narrow_sum()
         if self._name != "dhidden" or ranks == 1:
             return None
         if len(self._got) == 1:
@@ -105,6 +112,22 @@ class Product(Compared):
             return text if self._is(np.broadcast_to(self._exact, self._each.shape)) else None
         text = f"dhidden is of each rank's own classes: it is not summed over the ranks; {meant(dhidden='partial')}"
         return text if self._is(self._parts) else None
+
+    def _narrow_sum(self) -> str | None:
+        """Name sums over chunks of rows that are kept in half precision; None if no chunk gives these errors."""
+        hidden, gradient = self._factors(self._problem.row_major(self._problem.expected[1]))
+        error = np.abs(self._got[0] - self._exact[0]).max()
+        for rows in _CHUNKS:
+            if rows >= hidden.shape[-1]:
+                return None
+            sums = np.zeros(self._exact[0].shape, self._problem.dtype)
+            for start in range(0, hidden.shape[-1], rows):
+                part = hidden[:, start : start + rows] @ gradient[start : start + rows]
+                sums = sums + part.astype(sums.dtype)
+            # Roundings of another chunk are others, but for the small terms that a large sum loses.
+            if np.abs(self._got[0] - sums.astype(np.float64)).max() * _CLOSER <= error:
+                return f"dw is added up in {sums.dtype}, in steps of {rows} row{'s' * (rows > 1)}"
+        return None
 
     def _is(self, numbers: Array) -> bool:
         return bool((np.abs(self._each - numbers) <= self._allowed * self._unit).all())
