@@ -272,7 +272,7 @@ def test_gradient_of_0_comes_before_formulas():
     problem = problem_of(case, Offer(kind="entropy"), RANKS)
     loss, gradient = problem.expected
     text = explained(problem, [loss] * RANKS, np.zeros_like(gradient))
-    assert text.startswith("the gradient is wrong: 0 where numbers up to")
+    assert text.startswith("the gradient of the entropy is dropped: it is 0 for all classes")
 
 
 def test_factor_comes_before_formula_of_one_quantity():

@@ -55,6 +55,13 @@ def _faults(b: Textbook) -> Faults:
     )
 
 
+def _tell(b: Textbook, name: str, got: Array) -> str | None:
+    """Name a gradient that is dropped (trl before #6625), or entropies that are differences of large numbers."""
+    if name == "gradient" and not got.any():
+        return "the gradient of the entropy is dropped: it is 0 for all classes"
+    return _unshifted(b, name, got)
+
+
 def _unshifted(b: Textbook, name: str, got: Array) -> str | None:
     """Return, in a sentence, that entropies are differences of two large numbers; None if they are not.
 
@@ -90,7 +97,7 @@ ENTROPY = Kind(
     options=("logit_scale", "softcap", "support"),
     cases=support.CASES,
     arrays=("logits",),
-    tell=_unshifted,
+    tell=_tell,
     catches={
         "random-logits": "What every test has: random logits, equal shards. Who fails here has the formula wrong.",
         "reduction": "One entropy for each row, once, and not once for each rank.",
