@@ -54,9 +54,9 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
         known = list(declared.faults(book)) if book.p.size <= MANY else []
         # An exact test comes before formulas: the same numbers may be close to another fault's.
         texts = {
-            q.name: (None if q.got.any() else _place(book, q))
-            or rounded_to(book, q.name, q.got, q.distance, q.truth)
+            q.name: (rounded_to(book, q.name, q.got, q.distance, q.truth) if q.got.any() else None)
             or declared.tell(book, q.name, q.got)
+            or (None if q.got.any() else _place(book, q))
             for q in wrong
         }
         if not any(texts.values()) and (fitting := _fitting(quantities, known, lone=len(wrong) < 2)):
@@ -138,8 +138,13 @@ class _Quantity:
         distance = self.distance(self.part(answer))
         if not distance <= self.close:
             return False
-        closer = _ALONE if lone and len(np.unique(self.got)) == 1 else _CLOSER
-        return not self.wrong.any() or distance * closer <= self.distance(self.truth) > 0.0
+        if not self.wrong.any():
+            return True
+        alone = len(np.unique(self.got)) == 1
+        # Beside the floor, any two numbers near 0 are close, by coincidence.
+        if alone and self.name == "loss" and (np.abs(self.got - self.part(answer)) * _CLOSER > np.abs(self.got)).any():
+            return False
+        return distance * (_ALONE if lone and alone else _CLOSER) <= self.distance(self.truth) > 0.0
 
 
 def _sizes(values: Array, alone: Array) -> Array:

@@ -84,6 +84,7 @@ SHIPPED = [
     ),
     Shipped(wild.CrossEntropy, "far-teacher/float32", "the entropy of the teacher is not subtracted"),
     Shipped(wild.MeanOfEntries, "reduction/mean", "the mean divides by rows times classes, 144, not by the"),
+    Shipped(wild.MeanOfEntries, "logits-of-1000/float32", "the mean divides by rows times classes, 144, not by the"),
     Shipped(wild.ZeroTimesInfinity, "masked-classes/every-third", "0 times -inf gives nan: a class to which the"),
     Shipped(wild.Reverse, "far-teacher/float32", "this is KL(student || teacher): where that is meant, declare"),
     Shipped(wild.TemperatureSquared, "temperature/float32", "has the square of the temperature as a factor"),
