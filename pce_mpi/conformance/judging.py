@@ -97,7 +97,9 @@ def judge(
     gradients = Gradients(problem, shards, tolerance) if shards else None
     differing, wrong = losses.differing(), losses.findings() + (gradients.findings() if gradients else [])
     products = of_products(problem, [answer.products for answer in answers], tolerance)
-    if wrong:
+    if not wrong and (text := problem.kind.beside(problem, answers)):
+        wrong = [Finding("loss", text)]
+    elif wrong:
         # Gathered logits have a gradient on each rank, which no model of a fault has.
         whole = None if problem.gathered else gradients
         text = explain(problem, losses.losses, whole and whole.array, losses.wrong, whole and whole.wrong)

@@ -220,7 +220,8 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     Ranks and micro-batches have unequal numbers of tokens, and targets of -100 are ignored. `comm` has all ranks;
     `context_ranks` that follow each other share sequences. `micro_batches` has the targets of all micro-batches of this
     rank. The kit differentiates the loss, combines the gradients as `averaged` says, and compares what each token
-    counts with the mean over all valid tokens in one process.
+    counts with the mean over all valid tokens in one process; and the losses, combined so, or as all ranks have them
+    alike.
 
     It gets only arguments that it offers: options that a case sets, `reduction` if it offers more than one, `axis` if
     it takes one and the class axis is not the last, `batch_comm` if rows are sharded too. A case that it does not offer

@@ -43,6 +43,7 @@ class Kind:
     facts                the keywords that it is always called with, beside `comm`
     negates              the kind whose numbers are the negatives of these, and whose faults are known
     tell                 of a textbook, "loss" or "gradient", and numbers: an exact test that no other kind has
+    beside               of a problem and its answers, whose numbers are right: what else is wrong, in a sentence
     fitted               makes the problem of a case for all kinds one for this kind
     shared_cases         whether cases for all kinds are its cases too: classes are sharded, not rows
     cases                those for this kind alone
@@ -62,6 +63,7 @@ class Kind:
     facts: tuple[str, ...] = ("class_start", "num_classes")
     negates: Kind | None = None
     tell: Callable[[Any, str, Array], str | None] = lambda book, name, got: None
+    beside: Callable[[Problem, Sequence[Any]], str | None] = lambda problem, answers: None
     fitted: Callable[[Problem, int], Problem] = lambda problem, seed: problem
     shared_cases: bool = True
     cases: Any = None  # `declaring.Cases`, as those are made of problems

@@ -299,6 +299,7 @@ def _step(trial: Trial) -> None:
     assert isinstance(step, Step)
     parts = step.micro_batches(rank)
     gradients: list[Array] = []
+    losses = np.zeros(len(parts))
     for number, part in enumerate(parts):
         call = _Call(trial, part, 0)
         targets = [_as_library(each.targets.copy(), trial.offer.arrays) for each in parts]
@@ -309,11 +310,14 @@ def _step(trial: Trial) -> None:
         assert answer.dlogits is not None
         if answer.dlogits.size != part.logits.size:
             raise BadResult(f"gradient has shape {answer.dlogits.shape}, where {part.logits.shape} is due")
+        if answer.loss.size != 1:
+            raise BadResult(f"loss has shape {answer.loss.shape}, where one number is due")
         if np.isnan(answer.loss.astype(np.float64)).any():
             where = "no token of it is valid" * (not part.valid.any()) or "some of its tokens are valid"
             trial.find("loss", f"the loss of micro-batch {number} is nan, where {where}")
         gradients.append(answer.dlogits)
-    trial.judge(Answer(step.weights(rank, gradients).astype(step.dtype)))
+        losses[number] = answer.loss.astype(np.float64).reshape(())
+    trial.judge(Answer(step.weights(rank, gradients).astype(step.dtype), products={"losses": losses}))
 
 
 PROCEDURES: dict[str, Callable[[Trial], None]] = {

@@ -157,6 +157,12 @@ PLANTED = [
         "data-ranks",
         "the gradient of a token in micro-batch 0 of rank 0 is no multiple of that of its cross entropy",
     ),
+    Planted(wrong.SumForLoss, "data-ranks", "is right: the sum is not divided by the count of valid tokens"),
+    Planted(wrong.SumForLoss, "micro-batches", "is right: the sum is not divided by the count of valid tokens"),
+    Planted(wrong.OwnMeanForLoss, "data-ranks", "is right: each micro-batch has the mean of its own valid tokens"),
+    Planted(wrong.OwnMeanForLoss, "context-ranks", "is right: each micro-batch has the mean of its own valid tokens"),
+    Planted(wrong.AnotherLoss, "data-ranks", "the gradient of the step is right, and its loss is "),
+    Planted(wrong.AnotherLoss, "no-valid-token", "the gradient of the step is right, and its loss is "),
     Planted(wrong.RaisesWithoutToken, "empty-rank", "not all ranks raised: ZeroDivisionError"),
     Planted(wrong.CountOfNoTokenRaises, "no-valid-token", "ZeroDivisionError: division by zero"),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations
 import math
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.conformance.kinds.step_problem import Step
+from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.textbook import Array, Textbook
 
 # Whether two arrays are the same, but for rounding.
@@ -34,14 +35,10 @@ def tell(book: Textbook, name: str, got: Array) -> str | None:
     """Say in a sentence how a step is normalised that gives its tokens these weights; None if that is right."""
     step = book.problem
     assert isinstance(step, Step)
+    same = _same_in(step)
     weights, (due, gradient) = got[0], step.expected
     if not np.isfinite(weights).all():
         return _not_finite(step, weights)
-    close = 1e-2 if step.dtype.itemsize == 2 else 1e-4
-
-    def same(a: Any, b: Any) -> bool:
-        return bool(np.allclose(a, b, rtol=close, atol=0.0))
-
     # The gradient of a token that is certain is 0, and tells nothing.
     known = np.asarray(step.row_major(gradient).any(axis=-1))
     times = weights[known] / due.reshape(-1)[known]
@@ -54,6 +51,39 @@ def tell(book: Textbook, name: str, got: Array) -> str | None:
         if known[step.valid].all() and not same(times.mean(), 1.0):
             effect += f", and all together count {_times(times.mean())} what is due"
     return f"{cause}: {effect}" if cause else effect
+
+
+def tell_losses(problem: Problem, answers: Sequence[Any]) -> str | None:
+    """Say in a sentence that the losses of all micro-batches do not make the mean of the step; None if they do.
+
+    They do combined as gradients are, or where every rank has that of all ranks.
+    """
+    assert isinstance(problem, Step)
+    step, losses, book, same = problem, answers[0].products["losses"], Textbook.of(problem), _same_in(problem)
+    if np.isnan(losses).any():
+        return None  # that has been told
+    rank, micro_batch = step.places
+    of_token, averages = book.row_losses(), {each: step.sizes[each] for each in step.averaged}
+    due = of_token.sum() / max(step.valid.sum(), 1)
+    found = losses.sum() / math.prod(averages.values())
+    given = [found]
+    if same(losses, losses[0]):
+        whole = losses[0].sum()
+        given += [whole / math.prod(averages.values()), whole / averages.get("micro-batches", 1)]
+    if any(same(each, due) for each in given):
+        return None
+    sums, counts = np.zeros(losses.shape), np.zeros(losses.shape)
+    np.add.at(sums, (rank, micro_batch), of_token)
+    np.add.at(counts, (rank, micro_batch), step.valid)
+    own = "each micro-batch has the mean of its own valid tokens" * same(losses, sums / np.maximum(counts, 1))
+    cause = own or (_of_all(step, book, found / due, same) if due else "")
+    text = f"the gradient of the step is right, and its loss is {found:.6g} where {due:.6g} is right"
+    return f"{text}: {cause}" if cause else text
+
+
+def _same_in(step: Step) -> _Same:
+    close = 1e-2 if step.dtype.itemsize == 2 else 1e-4
+    return lambda a, b: bool(np.allclose(a, b, rtol=close, atol=0.0))
 
 
 def _not_finite(step: Step, weights: Array) -> str:
@@ -84,6 +114,7 @@ def _of_all(step: Step, book: Textbook, times: float, same: _Same) -> str:
     rank, micro_batch = step.places
     ranks, count, last = len(step.lengths), step.valid.sum(), step.sizes["micro-batches"] - 1
     divisors = {_WHOLE.format(what): mask.sum() for what, mask in _counted(step, book).items()} | {
+        "the sum is not divided by the count of valid tokens": 1,
         f"the count over the {ranks} ranks, rounded down": count // ranks * ranks,
         "every rank takes the count of rank 0 for its own": step.valid[rank == 0].sum() * ranks,
         "every micro-batch is divided by the count of the last one": step.valid[micro_batch == last].sum(),

@@ -11,7 +11,7 @@ from pce_mpi import dense
 from pce_mpi.conformance.cases import Setting, grid
 from pce_mpi.conformance.declaring import Cases
 from pce_mpi.conformance.drawing import normal_logits, random_targets, rounded
-from pce_mpi.conformance.kinds.normalisation import tell
+from pce_mpi.conformance.kinds.normalisation import tell, tell_losses
 from pce_mpi.conformance.kinds.step_problem import Step
 from pce_mpi.conformance.problems import Kind, Problem
 from pce_mpi.conformance.terms import Gradient
@@ -129,6 +129,7 @@ STEP = Kind(
     options=(),
     facts=("context_ranks", "micro_batches"),
     tell=tell,
+    beside=tell_losses,
     shared_cases=False,
     cases=CASES,
 )

@@ -80,5 +80,7 @@ class Step(Problem):
         return np.where(np.isnan(got).any(axis=-1), np.nan, found)
 
     def joined(self, answers: Sequence[Any]) -> list[Any]:
-        """Return one answer with the weights of all ranks."""
-        return [replace(answers[0], loss=np.concatenate([answer.loss for answer in answers]))]
+        """Return one answer with the weights of all ranks, and the losses of all ranks and micro-batches."""
+        losses = np.stack([answer.products["losses"] for answer in answers])
+        weights = np.concatenate([answer.loss for answer in answers])
+        return [replace(answers[0], loss=weights, products={"losses": losses})]

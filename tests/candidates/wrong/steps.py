@@ -7,6 +7,27 @@ from candidates.step_by_hand import StepByHand
 RANKS = ("data", "context")
 
 
+class SumForLoss(StepByHand):
+    """The gradient is that of the mean, and the loss that is returned has no divisor."""
+
+    def given(self, s, loss, gradient):
+        return s.losses.sum(), gradient
+
+
+class OwnMeanForLoss(StepByHand):
+    """The gradient is that of the mean of the step, and the loss is the mean of the micro-batch."""
+
+    def given(self, s, loss, gradient):
+        return s.losses.sum() / max(s.valid.sum(), 1), gradient
+
+
+class AnotherLoss(StepByHand):
+    """The gradient is right, and the loss is not."""
+
+    def given(self, s, loss, gradient):
+        return loss + 1.0, gradient
+
+
 class OwnCount(StepByHand):
     """Each micro-batch has its own mean, and the trainer averages over all of them."""
 
