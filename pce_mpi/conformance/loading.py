@@ -10,7 +10,7 @@ from typing import Any
 
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.kinds.entropy import NOT_DECLARED
-from pce_mpi.conformance.offers import Candidate, offer_of, signature_of
+from pce_mpi.conformance.offers import Candidate, check_kind, offer_of, signature_of
 
 
 def load(name: str) -> Candidate:
@@ -55,6 +55,7 @@ def load(name: str) -> Candidate:
 
 def check_call(candidate: Candidate) -> None:
     """Raise `TypeError` if a candidate cannot be called as one; say what it looks like."""
+    check_kind(candidate)
     kind = KINDS[offer_of(candidate).kind]
     arrays, facts = kind.arrays, (*kind.facts, "comm")
     signature = signature_of(candidate)

@@ -332,6 +332,25 @@ _ANYTHING = inspect.Signature(
 )
 
 
+def check_kind(candidate: Candidate) -> None:
+    """Raise `TypeError` if no kind is declared, and names of parameters are those of another kind than a loss."""
+    if hasattr(candidate, "offer") or "kind" in _declared(candidate):
+        return
+    names = list(signature_of(candidate).parameters)
+    tells = {
+        "step": {"micro_batches", "context_ranks"} & {*names},
+        "topk_kl": {name for name in names[:2] if "teacher" in name and "top_k" in names},
+        "kl": {name for name in names[:2] if "teacher" in name},
+        "linear": {name for name in names[:1] if name.startswith("hidden")},
+    }
+    for kind, of_kind in tells.items():
+        for name in sorted(of_kind):
+            raise TypeError(
+                f"the parameter {name} is none of a loss of logits and targets: "
+                f'declare @offers(kind="{kind}"), or kind="loss" if that is meant'
+            )
+
+
 def _declared(candidate: Candidate) -> dict[str, Any]:
     of_function = _declared(candidate.func) if isinstance(candidate, partial) else {}
     attributes = {each.name: getattr(candidate, each.name) for each in fields(Offer) if hasattr(candidate, each.name)}

@@ -139,6 +139,27 @@ def test_entropy_that_is_not_declared_is_told_so():
 
 
 @pytest.mark.parametrize(
+    "kind, parameters",
+    [
+        ("kl", "student_logits, teacher_logits, *, class_start, num_classes, comm"),
+        ("topk_kl", "student, teacher, *, top_k, class_start, num_classes, comm"),
+        ("step", "logits, targets, *, context_ranks, micro_batches, comm"),
+        ("linear", "hidden_states, w, targets, *, class_start, num_classes, comm"),
+    ],
+)
+def test_kind_that_is_not_declared_is_told(kind, parameters):
+    candidate = eval(f"lambda {parameters}: None")
+    with pytest.raises(TypeError, match=rf'declare @offers\(kind="{kind}"\), or kind="loss" if that is meant'):
+        check_call(candidate)
+    check_call(offers(kind=kind)(candidate))
+
+
+def test_parameters_of_another_kind_may_be_declared_a_loss():
+    check_call(offers(kind="loss")(lambda student, teacher_targets, *, class_start, num_classes, comm: None))
+    check_call(lambda logits, targets, *, class_start, num_classes, comm: None)
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "give a candidate"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.kinds.entropy import NOT_DECLARED
-from pce_mpi.conformance.offers import offer_of, signature_of
+from pce_mpi.conformance.offers import check_kind, offer_of, signature_of
 from pce_mpi.conformance.terms import OPTIONS, Gradient
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class TorchShards:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        check_kind(function)
         self._function = function
         self._group = ProcessGroup()
         signature = signature_of(function)

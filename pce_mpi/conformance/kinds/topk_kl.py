@@ -128,6 +128,7 @@ TOPK_KL = Kind(
     faults=_faults,
     told='the numbers are a divergence over the largest classes: that is declared by @offers(kind="topk_kl")',
     options=("temperature",),
+    facts=("class_start", "num_classes", "top_k"),
     reductions=REDUCTIONS,
     arrays=("student", "teacher"),
     fitted=_fitted,
