@@ -42,6 +42,10 @@ _USUAL = Tolerance()
 _LOGITS, _PRODUCTS = MANY, 2**23
 # Rounded logits explain numbers that are this much closer to theirs than to the exact ones.
 _CLOSER = 8.0
+# A temperature explains the numbers of at least so many rows whose largest error is so many times smaller with it. It
+# is searched in so many steps, with derivatives over a relative difference of so much.
+_ROWS_OF_SCALE, _FITS = 4, 64.0
+_STEPS, _STEP = 8, 2.0**-12
 # What the kit says of a function is said of a tensor.
 _DECLARED = re.compile(r'declared by @offers\(kind="(loss|log_prob|entropy)"(?:, reductions=\("none",\))?\)')
 
@@ -273,6 +277,13 @@ class Judge:
         logits = recording.logits(rows)
         declared = recording.options.get("logits_dtype") if recording.has("hidden") else None
         natural = compute_dtype_of(recording.dtype)
+        if own is not None and (scale := self._scale(name, rows[wrong[rows]])):
+            temperature = recording.options.get("logit_scale", 1.0) / scale
+            own.text = (
+                f"the logits were divided by a temperature of {temperature:.4g} more: where that is meant, "
+                f"record logit_scale={scale:.6g} ({own.text})"
+            )
+            return [own]
         if recording.has("hidden"):
             if own is not None and (dtype := self._rounded(name, rows, logits)):
                 due = f", not to {declared}," if declared else ""
@@ -307,6 +318,27 @@ class Judge:
         ]
         return np.unique(np.concatenate([worst, *some]).astype(np.int64))
 
+    def _scale(self, name: str, rows: Array) -> float | None:
+        """Return the logit_scale by which the numbers of these rows are right, if there is one."""
+        if name == "loss" and self._recording.reduction != "none":
+            return None
+        rows = rows[np.isfinite(self._exact[name][rows])]
+        got = self._recording.losses(name)[0][rows].astype(np.float64)
+        if len(rows) < _ROWS_OF_SCALE or not np.isfinite(got).all():
+            return None
+        problem = self._problem(name, rows, self._rounded_as_declared(self._recording.logits(rows)))
+        declared = float(self._recording.options.get("logit_scale", 1.0))
+
+        def error(scale: float) -> Array:
+            options = {**problem.options, "logit_scale": scale}
+            return np.asarray(_exact(name, replace(problem, options=options))[0]) - got
+
+        scale = min((declared * 2.0 ** (power / 2.0) for power in range(-6, 7)), key=lambda each: _size(error(each)))
+        for _ in range(_STEPS):  # of Gauss and Newton
+            slope = (error(scale * (1.0 + _STEP)) - error(scale * (1.0 - _STEP))) / (2.0 * _STEP)
+            scale *= float(np.exp(np.clip(-(slope @ error(scale)) / (slope @ slope), -1.0, 1.0)))
+        return scale if _size(error(scale)) * _FITS <= _size(error(declared)) else None
+
     def _rounded(self, name: str, rows: Array, logits: Array) -> str | None:
         """Return the dtype to which logits were rounded, if the numbers of these rows are those of rounded logits."""
         if name == "loss" and self._recording.reduction != "none":
@@ -337,6 +369,10 @@ class Judge:
             return found[1] + ", ".join(name.removeprefix("row ") for name in names)
 
         return re.sub(r"\b(rows? )(\d+(?:, \d+)*)", renamed, text)
+
+
+def _size(errors: Array) -> float:
+    return float(np.abs(errors).max())
 
 
 def _unjudged(recording: Recording) -> str:

@@ -276,6 +276,38 @@ def test_rollout_may_say_the_default(tmp_path, one, other):
     assert status(tmp_path / "a", tmp_path / "b") == 0
 
 
+@pytest.mark.parametrize("name", ["loss", "log_prob", "entropy"])
+@pytest.mark.parametrize("temperature, declared", [(0.7, {}), (1.3, {}), (4.0, {}), (0.5, {"logit_scale": 0.75})])
+def test_undeclared_temperature_is_named(tmp_path, name, temperature, declared):
+    logits, targets = drawn()
+    scaled = declared.get("logit_scale", 1.0) / temperature * logits.astype(np.float64)
+    found = dense.class_statistics(scaled, targets)
+    numbers = -found.log_prob if name == "loss" else getattr(found, name)
+    shared = {"targets": targets, name: numbers.astype(np.float32)}
+    write(tmp_path, shared=shared, shards={"logits": logits}, **declared)
+    (finding,) = judged(tmp_path).findings
+    said = (
+        f"the logits were divided by a temperature of {temperature:.4g} more: where that is meant, record logit_scale="
+    )
+    assert finding.text.startswith(f"{said}{declared.get('logit_scale', 1.0) / temperature:.6g} (")
+
+
+def test_other_faults_are_no_temperature(tmp_path):
+    logits, targets = drawn(rows=(40,))
+    right = dense.class_statistics(logits, targets)
+    noise = 1e-2 * rng().standard_normal(40)
+    for name, numbers in {
+        "noise": right.log_prob + noise,
+        "times": 1.1 * right.log_prob,
+        "off": right.log_prob - 0.5,
+        "softcap": dense.class_statistics(8.0 * np.tanh(logits / 8.0), targets).log_prob,
+        "rounded": dense.class_statistics(logits.astype(ml_dtypes.bfloat16), targets).log_prob,
+    }.items():
+        shared = {"targets": targets, "log_prob": numbers.astype(np.float32)}
+        text = judged(write(tmp_path / name, shared=shared, shards={"logits": logits})).findings[0].text
+        assert "a temperature" not in text, name
+
+
 def good(folder):
     logits, targets = drawn()
     log_prob = dense.class_statistics(logits, targets).log_prob
