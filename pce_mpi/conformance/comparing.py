@@ -104,6 +104,7 @@ class Losses(Compared):
         units = Units.of(problem, self._dtype, tolerance.strict)
         exact = problem.expected[0]
         limit = np.full(exact.shape, allowed(tolerance, self._dtype))
+        limit += problem.room / units.loss
         if problem.reduction != "none":
             limit += math.log2(max(1, problem.rows)) * units.sums / units.loss
         self._got = np.stack([loss.astype(np.float64) for loss in losses])

@@ -84,14 +84,25 @@ def each_piece(work: Callable[[Array], T], all_rows: list[Array]) -> Iterator[tu
 
 @dataclass(frozen=True, eq=False)
 class _Piece(Problem):
-    """Some rows of a recording; `sums` has the largest sum in the products of each, 0 where logits are recorded."""
+    """Some rows of a recording; `sums` has the largest sum in the products of each, 0 where logits are recorded.
+
+    `flips` has how much the number of each changes where errors of products round logits to the other neighbour.
+    """
 
     sums: Array = field(default_factory=lambda: np.zeros(0))
+    flips: Array = field(default_factory=lambda: np.zeros(0))
 
     @property
     def largest_sums(self) -> Array:
         """As of `Problem`, whose factors need not be in memory here."""
         return self.sums
+
+    @property
+    def room(self) -> Array:
+        """As of `Problem`."""
+        if self.reduction == "none":
+            return self.flips.reshape(self.rows_shape)
+        return np.asarray(self.flips.sum() / (Textbook.of(self).divisor if self.reduction == "mean" else 1.0))
 
 
 class Judge:
@@ -177,6 +188,7 @@ class Judge:
             conventions={"smoothing": recording.options.get("smoothing", "all")},
             dloss=np.full(len(rows), np.float64(1.0) / self._divisor) if reduced else None,
             sums=self._products[rows],
+            flips=self._flips[name][rows],
         )
 
     @np.errstate(all="ignore")

@@ -250,6 +250,11 @@ class Problem:
             (np.abs(hidden) @ np.abs(w) + np.where(np.isfinite(bias), np.abs(bias), 0.0)).max(axis=-1, initial=0.0)
         )
 
+    @property
+    def room(self) -> Array:
+        """How far off the loss may be besides, in its shape or for all: by roundings that are not the candidate's."""
+        return np.zeros(())
+
     @cached_property
     def with_plain_product(self) -> Problem:
         """The problem with the logits of a plain product in the dtype of the arithmetic."""
