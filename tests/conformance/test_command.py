@@ -154,7 +154,7 @@ def test_kind_that_is_not_declared_is_told(kind, parameters):
     check_call(offers(kind=kind)(candidate))
 
 
-def test_parameters_of_another_kind_may_be_declared_a_loss():
+def test_parameters_of_another_kind_may_be_declared():
     check_call(offers(kind="loss")(lambda student, teacher_targets, *, class_start, num_classes, comm: None))
     check_call(lambda logits, targets, *, class_start, num_classes, comm: None)
 
