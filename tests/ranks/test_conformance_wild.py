@@ -166,8 +166,8 @@ SHIPPED = [
                 "logits-of-1000/float32",
                 "exponentials are of logits from which",
             ),
-            (rlinf.RLinfEntropy, "random-logits/float32", "the gradient is wrong: 0 where numbers up to"),
-            (rlinf.RLinfEntropy, "logits-of-1000/float32", "the gradient is wrong: 0 where numbers up to"),
+            (rlinf.RLinfEntropy, "random-logits/float32", "the gradient of the entropy is dropped: it is 0"),
+            (rlinf.RLinfEntropy, "logits-of-1000/float32", "the gradient of the entropy is dropped: it is 0"),
             (rlinf.RLinfLogProb, "masked-shard/last", "the gradient is wrong: nan in rows that have a logit of -inf"),
             (unsloth.UnslothLogProb, "random-logits/float64", "the log-probability is computed in float32"),
         )
