@@ -27,7 +27,7 @@ class Planted(NamedTuple):
 
 OWN = "each rank divides by its own count of valid tokens: a token of rank 1 counts 3 times one of rank 0"
 APART = "each rank divides each micro-batch by its own count of valid tokens: "
-APART_OR_1 = APART.replace(": ", ", or by 1 where there are none, as max(count, 1) does: ")
+APART_OR_1 = APART.replace(": ", ", and where there are none the gradient is 0, as with max(count, 1): ")
 OF_ALL_RANKS = "each micro-batch is divided by its count of valid tokens on all ranks: "
 NO_TOKEN = "the gradient of micro-batch {} of rank {}, which has no valid token, is nan, and so is that of the step"
 NO_LOSS = "the loss of micro-batch 0 is nan, where no token of it is valid"

@@ -158,8 +158,7 @@ def _of_each(step: Step, book: Textbook, weights: Array, known: Array, same: _Sa
             counts = alike @ mask.astype(np.float64)
             products, said = (counts * weights)[known], text.format(what)
             if same(products, products[0]):
-                # The gradient would be nan.
-                said += ", or by 1 where there are none, as max(count, 1) does" * (not counts.all())
+                said += ", and where there are none the gradient is 0, as with max(count, 1)" * (not counts.all())
                 # Counts of other tokens may have the same ratios; these need no further factor.
                 if same(products[0], 1.0) or same(products[0] * averages, 1.0):
                     return said
