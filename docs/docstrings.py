@@ -21,7 +21,10 @@ def _prepare(thing: griffe.Object, public: re.Pattern[str], package: str) -> Non
     if thing.docstring is not None:
         # Griffe would show the default of the first one for all.
         text = re.sub(
-            r"^(\w+(?:, \w+)+ : .*), optional$", r"\1, default as in the signature", thing.docstring.value, flags=re.M
+            r"^(\w+(?:, \w+)+ : (?:.*, )?optional)$",
+            r"\1, default as in the signature",
+            thing.docstring.value,
+            flags=re.M,
         )
         thing.docstring.value = public.sub(rf"[`\1`][{package}.\1]", text)
     if isinstance(thing, griffe.Function) and any("Unpack[" in str(each.annotation) for each in thing.parameters):
