@@ -1,8 +1,8 @@
 """mpiexec -n 3 python -m mpi4py tests/soak.py: an hour in which memory, descriptors and communicators stay flat.
 
 Each round makes meshes and communicators and lets them go, trains, saves and loads, computes losses of all dtypes, and
-meets errors of one rank. Its losses have the same bits in each round. What each process holds is noted twenty times, on
-the rank that holds most; the program fails if the last third holds more than the second. UCX, which MPICH may bring,
+meets errors of one rank. Its losses have the same bits in each round. What each process has is noted twenty times, on
+the rank that has most; the program fails if the last third has more than the second. UCX, which MPICH may bring,
 keeps some 150 bytes for each mapping of a file, and so for each `save`, unless UCX_MEM_EVENTS=n, as here.
 """
 
@@ -105,8 +105,8 @@ def train_hollow(mesh):
     pce.SGD([w], lr=0.1).step()
 
 
-def held():
-    """What this process holds, at most of all ranks."""
+def in_use():
+    """What a process has, at most of all ranks."""
     gc.collect()
     status = Path("/proc/self/status").read_text(encoding="ascii")
     objects = gc.get_objects()
@@ -135,7 +135,7 @@ def main():
             if one_round(folder) != first:
                 sys.exit(f"round {rounds + 1} has other numbers than the first")
             rounds += 1
-        samples.append(held())
+        samples.append(in_use())
         if COMM.rank == 0:
             print(f"{(time.monotonic() - began) / 60:6.1f} min, {rounds} rounds: {samples[-1]}", flush=True)
     third = SAMPLES // 3

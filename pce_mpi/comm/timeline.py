@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT, _LETTER = 8.0, 2.8, 0.075
 # With more names in a row than these, they would overlap.
 _NAMED = 40
+# More marks between operations than these are a band, and take seconds to draw.
+_TICKS = 200
 _COLORS = {
     "all_reduce": "C0",
     "all_gather": "C1",
@@ -70,7 +72,8 @@ def draw_timeline(figure: Figure, events: Sequence[Any]) -> None:
     named, highest = operations(events), max((event.bytes for event in events), default=0)
     axes.set_xticks([*named], [*named.values()], rotation="vertical", fontsize="small")
     axes.tick_params(axis="x", length=0)
-    axes.set_xticks([start - 0.5 for start, _ in _runs(events, "phase", "operation")], minor=True)
+    starts = [start - 0.5 for start, _ in _runs(events, "phase", "operation")]
+    axes.set_xticks(starts if len(starts) <= _TICKS else [], minor=True)
     axes.set(xlim=(-0.6, max(len(events), 8) - 0.4), xlabel="collectives, in order", ylabel="bytes of this rank")
     axes.set_yscale("symlog", linthresh=10)
     axes.set_yticks([0, *(10**digits for digits in range(1, len(str(highest)) + 1))])

@@ -18,14 +18,19 @@ _BLOCK = 2**16
 _BLOCK_OF_DEVICE = 2**24
 
 
-# A mapping has them by name, as `shard_parameters` returns them.
+# A mapping has them by name, as `shard_parameters` returns them; they count in the order of their names.
 Parameters = Iterable[DistArray] | Mapping[str, DistArray]
 
 
 def listed(parameters: Any) -> list[DistArray]:
     if isinstance(parameters, DistArray):
         raise TypeError("parameters must be a list of distributed arrays, got one distributed array")
-    return list(parameters.values() if isinstance(parameters, Mapping) else parameters)
+    if not isinstance(parameters, Mapping):
+        return list(parameters)
+    if "params" in parameters and not isinstance(parameters["params"], DistArray):
+        raise TypeError("groups of parameters must be in a list, got one group")
+    # Ranks may have made their mappings in different orders.
+    return [parameters[name] for name in sorted(parameters, key=str)]
 
 
 def in_groups(parameters: Any) -> list[dict[str, Any]]:

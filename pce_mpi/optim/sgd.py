@@ -25,8 +25,8 @@ class SGD(Optimizer):
     ----------
     parameters : iterable or mapping of DistArray, or iterable of dict
         Arrays that were made with `requires_grad=True`, each once, over any meshes, of any floating dtype; none may be
-        Partial. The values of a mapping count, in its order. Or groups of them, as in torch: each is a dict with such
-        arrays as "params", and with its own values for some of the options below, such as
+        Partial. The values of a mapping count, in the order of their names. Or groups of them, as in torch: each is a
+        dict with such arrays as "params", and with its own values for some of the options below, such as
         `{"params": biases, "weight_decay": 0.0}`.
     lr : float
         The learning rate, finite and not negative. It may be assigned between steps: `optimizer.lr`, or

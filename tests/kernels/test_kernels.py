@@ -166,6 +166,34 @@ def check_entropies_on_grids(cuda, dtype):
     assert_states(states_on_device(cuda, problem), problem)
 
 
+def check_entropies_beside_far_logits(cuda, dtype):
+    # Some logits are summed one by one, on grids that are too coarse for the others; -inf stands for padding too.
+    rng = np.random.default_rng(6)
+    tops = np.repeat([255.0, 290.0, 330.0, 400.0, 800.0, 3000.0, 3e4], 4)
+    logits = rng.normal(0, 3, (len(tops), 3001))
+    for number, (row, top) in enumerate(zip(logits, tops, strict=True)):
+        row[slice(0, 2) if number % 2 else rng.integers(0, 3001, 300)] += top
+        if number % 4 > 1:
+            row[rng.integers(0, 3001, 20)] = -np.inf
+    problem = Problem(logits.astype(dtype), None, FIELDS["statistics"])
+    assert_states(states_on_device(cuda, problem), problem)
+
+
+def check_statistics_beside_huge_logit(cuda):
+    logits = np.array([[3e38, 42.75, 0.365, 2e-4, 6e-5, 2e-5, 1e-5, 3e-6]], np.float32)
+    problem = Problem(logits, None, FIELDS["statistics"])
+    assert_states(states_on_device(cuda, problem), problem)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_entropies_beside_far_logits_are_right(cuda, dtype):
+    check_entropies_beside_far_logits(cuda, dtype)
+
+
+def test_huge_logit_leaves_no_entropy_of_others(cuda):
+    check_statistics_beside_huge_logit(cuda)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_entropies_have_bits_of_definition_on_grids(cuda, dtype):
     check_entropies_on_grids(cuda, dtype)

@@ -16,7 +16,11 @@ from kernels.comparing import (
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
-from kernels.test_kernels import check_entropies_on_grids
+from kernels.test_kernels import (
+    check_entropies_beside_far_logits,
+    check_entropies_on_grids,
+    check_statistics_beside_huge_logit,
+)
 from pce_mpi.loss.kernels import compilation
 from pce_mpi.loss.kernels.launch_config import LaunchConfig
 from pce_mpi.loss.kernels.parameters import Transform
@@ -78,6 +82,10 @@ def check_statistics(cuda):
 
 def check_grids(cuda):
     check_entropies_on_grids(cuda, np.dtype(np.float32))
+
+
+def check_far(cuda):
+    check_entropies_beside_far_logits(cuda, np.dtype(np.float32))
 
 
 def check_backward(cuda, config=None, fields="plain"):
@@ -142,6 +150,9 @@ FAULTS = [
     (check_statistics, "forward.cu", "    second_ += digit;\n", "    second_ += v;\n"),
     (check_grids, "forward.cu", "narrow(end - log(end))", "narrow(end)"),
     (check_grids, "forward.cu", "if (limbs_.grid < -1) return false;", ""),
+    (check_far, "forward.cu", "if (limbs_.grid > COARSEST) return false;", ""),
+    (check_far, "forward.cu", "COARSEST = 12", "COARSEST = 13"),
+    (check_statistics_beside_huge_logit, "forward.cu", "!is_huge(wide(exponentials.top), call.transform) &&", ""),
     (check_statistics, "forward.cu", "for (int j = 0; away && j < 3; ++j)", "for (int j = 0; away && j < 2; ++j)"),
     (check_general, "groups.cuh", "*own, own[step], call);\n    __syncthreads();", "*own, own[step], call);"),
     (check_general, "general_forward.cu", "      x = before;\n", ""),

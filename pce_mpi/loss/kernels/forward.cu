@@ -89,6 +89,8 @@ class EntropySum {
  public:
   // `add` takes logits of which the largest is in this range; beside it, those below LEAST count for nothing.
   static constexpr float MOST = 250.0f, LOWEST = -30.0f, LEAST = -400.0f;
+  // In units of a coarser grid, which `add_any` may have raised, exp(LEAST) has no exponent of a float64.
+  static constexpr int COARSEST = 12;
 
   // Move the digits, of at most 2^16 numbers, to the limbs.
   __device__ __forceinline__ void add_digits() {
@@ -110,6 +112,7 @@ class EntropySum {
     // So near the next grid that a smaller logit may need it.
     if (exponent - WIDE * to == WIDE - 1 && magnitude(parts.m) > 1.0 - 0x1p-20) return false;
     if (parts.m != 0.0) limbs_.raise(to);
+    if (limbs_.grid > COARSEST) return false;
     if (limbs_.grid < -1) return false;  // products of smaller logits may be larger
     unit_ = static_cast<uint32_t>(-Single::POINT - WIDE * static_cast<int>(limbs_.grid)) << 20;
     const double end = 0.69314 * WIDE * static_cast<double>(limbs_.grid + 1);
@@ -369,7 +372,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
           for (int i = 0; i < LOADS; ++i) mask<T>(v[i], static_cast<unsigned>(out - i * WIDTH), word_of<T>(swapped));
           highest = largest_of_round();
         }
-        near = HOLDS && (highest <= exponentials.bound || exponentials.rises_to(highest));
+        near = HOLDS && !is_huge(wide(exponentials.top), call.transform) &&
+               (highest <= exponentials.bound || exponentials.rises_to(highest));
         if (!near) one_by_one([&](double x) { exponentials.add_any(x, call.transform); });
       }
       if (!SUMS && !near) continue;
