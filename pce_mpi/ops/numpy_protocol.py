@@ -61,6 +61,8 @@ def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, 
     """Return `function(*positional, **named)` of distributed arrays."""
     if named.get("out") is not None:
         raise TypeError(f"a distributed array is never written to: {function.__name__} takes no out")
+    if function.__name__ in _WRITERS:
+        raise TypeError(f"numpy.{function.__name__} would write on every rank; pce_mpi.save writes one file")
     own = _ours(function.__name__) if function.__module__ in ("numpy", "numpy.linalg") else None
     if own is not None and _fits(own, positional, named):
         return own(*positional, **named)
@@ -91,6 +93,8 @@ def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, 
     results = op(forward, name=f"numpy.{function.__name__}")(*found)
     return named_parts[0](*results) if named_parts else results
 
+
+_WRITERS = {"save", "savez", "savez_compressed", "savetxt"}
 
 _warned: set[str] = set()
 

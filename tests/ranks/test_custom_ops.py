@@ -475,6 +475,9 @@ def test_distributed_array_is_never_written_to(line):
         ):
             with pytest.raises(TypeError, match="a distributed array is never written to"):
                 call()
+        for write in (np.save, np.savez, np.savez_compressed, np.savetxt):
+            with pytest.raises(TypeError, match="would write on every rank"):
+                write(None, x)
         for call in (
             lambda x=x: np.copyto(x, 1.0),
             lambda x=x: np.put(x, [0], 1.0),
