@@ -139,8 +139,8 @@ def main():
         if COMM.rank == 0:
             print(f"{(time.monotonic() - began) / 60:6.1f} min, {rounds} rounds: {samples[-1]}", flush=True)
     third = SAMPLES // 3
-    before, after = ({what: max(each[what] for each in part) for what in samples[0]}
-                     for part in (samples[third:-third], samples[-third:]))  # fmt: skip
+    parts = samples[third:-third], samples[-third:]
+    before, after = ({what: max(each[what] for each in part) for what in samples[0]} for part in parts)
     grown = {what: after[what] - before[what] for what in before if after[what] - before[what] > ROOM.get(what, 0)}
     if COMM.rank == 0:
         shutil.rmtree(folder)

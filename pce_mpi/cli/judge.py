@@ -14,7 +14,8 @@ import numpy as np
 
 from pce_mpi.cli.progress import Bar
 from pce_mpi.conformance.differences import PARTS, Differences
-from pce_mpi.conformance.measuring import Judge, Judged, pieces
+from pce_mpi.conformance.measuring import Judge, Judged
+from pce_mpi.conformance.pieces import pieces
 from pce_mpi.conformance.problems import row_name
 from pce_mpi.conformance.recordings import Recording
 from pce_mpi.conformance.reports.tables import Cell, table

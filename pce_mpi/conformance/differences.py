@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.measuring import each_piece, pieces
+from pce_mpi.conformance.pieces import each_piece, pieces
 from pce_mpi.conformance.recordings import Recording
 from pce_mpi.conformance.units import coarsest
 from pce_mpi.loss import class_statistics

@@ -6,13 +6,12 @@ the norm of the row's hidden times the largest norm of a column of w, as the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 import math
 import re
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,31 +20,17 @@ from pce_mpi.conformance.comparing import Gradients, errors_in
 from pce_mpi.conformance.diagnosis import MANY
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.kinds import KINDS
-from pce_mpi.conformance.launching import number_of_cores
 from pce_mpi.conformance.outcomes import Accuracy, Finding
+from pce_mpi.conformance.pieces import Piece, each_piece, exact_numbers, pieces
 from pce_mpi.conformance.problems import Problem, row_name
+from pce_mpi.conformance.recorded_causes import LEAST_ROWS, dtype_of_rounded, fitted_scale
 from pce_mpi.conformance.recordings import NUMBERS, Recording
 from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.conformance.units import Tolerance, allowed, coarsest, finest, ulp
-from pce_mpi.loss import (
-    class_statistics_backward,
-    class_statistics_forward,
-    softmax_cross_entropy,
-    softmax_cross_entropy_value_and_grad,
-)
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 
 _USUAL = Tolerance()
-# A piece has so many logits; where they are products of which w is read again for each piece, more.
-_LOGITS, _PRODUCTS = MANY, 2**23
-# Rounded logits explain numbers that are this much closer to theirs than to the exact ones.
-_CLOSER = 8.0
-# A temperature explains the numbers of at least so many rows whose largest error is so many times smaller with it. It
-# is searched in so many steps, with derivatives over a relative difference of so much.
-_ROWS_OF_SCALE, _FITS = 4, 64.0
-_STEPS, _STEP = 8, 2.0**-12
 # What the kit says of a function is said of a tensor.
 _DECLARED = re.compile(r'declared by @offers\(kind="(loss|log_prob|entropy)"(?:, reductions=\("none",\))?\)')
 
@@ -63,46 +48,6 @@ class Judged(NamedTuple):
 
     measured: list[Measured]
     findings: list[Finding]
-
-
-def pieces(recording: Recording) -> list[Array]:
-    """Return the numbers of the rows of each piece of a recording."""
-    rows = max(1, (_PRODUCTS if recording.has("hidden") else _LOGITS) // recording.splits[-1])
-    return np.array_split(np.arange(recording.rows), -(-recording.rows // rows))
-
-
-def each_piece(work: Callable[[Array], T], all_rows: list[Array]) -> Iterator[tuple[Array, T]]:
-    """Yield each piece and the result of the work on it; several are worked on at once."""
-    # Once a block of this size was freed, the allocator keeps smaller ones: pages of new ones took half of the time.
-    np.empty(2**25 - 2**20, np.uint8)
-    with ThreadPoolExecutor(number_of_cores()) as pool:
-        try:
-            yield from zip(all_rows, pool.map(work, all_rows), strict=True)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-@dataclass(frozen=True, eq=False)
-class _Piece(Problem):
-    """Some rows of a recording; `sums` has the largest sum in the products of each, 0 where logits are recorded.
-
-    `flips` has how much the number of each changes where errors of products round logits to the other neighbour.
-    """
-
-    sums: Array = field(default_factory=lambda: np.zeros(0))
-    flips: Array = field(default_factory=lambda: np.zeros(0))
-
-    @property
-    def largest_sums(self) -> Array:
-        """As of `Problem`, whose factors need not be in memory here."""
-        return self.sums
-
-    @property
-    def room(self) -> Array:
-        """As of `Problem`."""
-        if self.reduction == "none":
-            return self.flips.reshape(self.rows_shape)
-        return np.asarray(self.flips.sum() / (Textbook.of(self).divisor if self.reduction == "mean" else 1.0))
 
 
 class Judge:
@@ -178,7 +123,7 @@ class Judge:
         else:
             targets = recording.targets[rows]
         reduced = reduction == "none" and self._divisor != 1.0
-        return _Piece(
+        return Piece(
             logits=logits[:, : recording.classes],
             targets=targets,
             splits=tuple(min(split, recording.classes) for split in recording.splits),
@@ -204,7 +149,7 @@ class Judge:
         for name in self._names:
             problem = self._problem(name, rows, logits)
             try:
-                exact, gradient = _exact(name, problem, self._has_gradient(name))
+                exact, gradient = exact_numbers(name, problem, self._has_gradient(name))
             except (TypeError, ValueError) as error:  # options that exclude each other
                 raise ValueError(f"{recording.path}: {error}") from error
             self._exact[name][rows] = exact
@@ -228,7 +173,7 @@ class Judge:
         arithmetic = compute_dtype_of(self._recording.dtype).name
         error = (allowed(_USUAL, arithmetic) * ulp(self._products[rows] / scale, arithmetic))[:, None]
         low, high = (self._rounded_as_declared(products + each) for each in (-error, error))
-        gradient = np.asarray(_exact(name, problem, True)[1])
+        gradient = np.asarray(exact_numbers(name, problem, True)[1])
         changes = (high - low)[:, : self._recording.classes]
         return np.asarray(np.where(changes == 0.0, 0.0, np.abs(gradient) * np.expm1(changes)).sum(axis=-1))
 
@@ -289,7 +234,7 @@ class Judge:
         logits = recording.logits(rows)
         declared = recording.options.get("logits_dtype") if recording.has("hidden") else None
         natural = compute_dtype_of(recording.dtype)
-        if own is not None and (scale := self._scale(name, rows[wrong[rows]])):
+        if own is not None and (scale := self._fitted_scale(name, rows[wrong[rows]])):
             temperature = recording.options.get("logit_scale", 1.0) / scale
             own.text = (
                 f"the logits were divided by a temperature of {temperature:.4g} more: where that is meant, "
@@ -297,7 +242,7 @@ class Judge:
             )
             return [own]
         if recording.has("hidden"):
-            if own is not None and (dtype := self._rounded(name, rows, logits)):
+            if own is not None and (dtype := self._dtype_of_rounded(name, rows, logits)):
                 due = f", not to {declared}," if declared else ""
                 own.text = f"the logits are rounded to {dtype}{due} before the softmax ({own.text})"
                 return [own]
@@ -330,48 +275,23 @@ class Judge:
         ]
         return np.unique(np.concatenate([worst, *some]).astype(np.int64))
 
-    def _scale(self, name: str, rows: Array) -> float | None:
-        """Return the logit_scale by which the numbers of these rows are right, if there is one."""
+    def _fitted_scale(self, name: str, rows: Array) -> float | None:
         if name == "loss" and self._recording.reduction != "none":
             return None
         rows = rows[np.isfinite(self._exact[name][rows])]
-        got = self._recording.losses(name)[0][rows].astype(np.float64)
-        if len(rows) < _ROWS_OF_SCALE or not np.isfinite(got).all():
+        if len(rows) < LEAST_ROWS:
             return None
         problem = self._problem(name, rows, self._rounded_as_declared(self._recording.logits(rows)))
-        declared = float(self._recording.options.get("logit_scale", 1.0))
+        return fitted_scale(name, problem, self._recording.losses(name)[0][rows])
 
-        def error(scale: float) -> Array:
-            options = {**problem.options, "logit_scale": scale}
-            return np.asarray(_exact(name, replace(problem, options=options))[0]) - got
-
-        scale = min((declared * 2.0 ** (power / 2.0) for power in range(-6, 7)), key=lambda each: _size(error(each)))
-        for _ in range(_STEPS):  # of Gauss and Newton
-            slope = (error(scale * (1.0 + _STEP)) - error(scale * (1.0 - _STEP))) / (2.0 * _STEP)
-            scale *= float(np.exp(np.clip(-(slope @ error(scale)) / (slope @ slope), -1.0, 1.0)))
-        return scale if _size(error(scale)) * _FITS <= _size(error(declared)) else None
-
-    def _rounded(self, name: str, rows: Array, logits: Array) -> str | None:
-        """Return the dtype to which logits were rounded, if the numbers of these rows are those of rounded logits."""
+    def _dtype_of_rounded(self, name: str, rows: Array, logits: Array) -> str | None:
         if name == "loss" and self._recording.reduction != "none":
             return None
-        got = self._recording.losses(name)[0][rows].astype(np.float64)
         natural = compute_dtype_of(self._recording.dtype).name
         declared = self._recording.options.get("logits_dtype", natural)
-        for dtype in ("bfloat16", "float16", natural):
-            if dtype == declared:
-                continue
-            try:
-                rounded = logits.astype(dtype_named(dtype))
-            except TypeError:
-                continue  # bfloat16, without ml_dtypes
-            problem = self._problem(name, rows, rounded)
-            error, other = (
-                np.median(np.abs(got - exact)) for exact in (self._exact[name][rows], _exact(name, problem)[0])
-            )
-            if other * _CLOSER <= error:
-                return dtype
-        return None
+        dtypes = [dtype for dtype in ("bfloat16", "float16", natural) if dtype != declared]
+        got, problem = self._recording.losses(name)[0][rows], self._problem(name, rows, logits)
+        return dtype_of_rounded(name, problem, self._exact[name][rows], got, dtypes)
 
     def _renamed(self, text: str, rows: Array) -> str:
         """Return the text with the names of rows of the recording in place of places in `rows`."""
@@ -383,10 +303,6 @@ class Judge:
         return re.sub(r"\b(rows? )(\d+(?:, \d+)*)", renamed, text)
 
 
-def _size(errors: Array) -> float:
-    return float(np.abs(errors).max())
-
-
 def _unjudged(recording: Recording) -> str:
     """Say why a recording has nothing to judge; '' if it has."""
     if not any(recording.has(name) for name in (*NUMBERS, "gradient")) or not recording.splits[-1]:
@@ -396,20 +312,3 @@ def _unjudged(recording: Recording) -> str:
     if recording.has("logits") and recording.options.get("logits_dtype", recording.dtype.name) != recording.dtype.name:
         return f"logits_dtype is {recording.options['logits_dtype']}, and the logits have dtype {recording.dtype}"
     return ""
-
-
-def _exact(name: str, problem: Problem, with_gradient: bool = False) -> tuple[Array, Array | None]:
-    """Return the exact number of each row and, if wanted, the gradient of their sum; in the arithmetic of float64."""
-    options: dict[str, Any] = {**problem.exact_options, "compute_dtype": np.float64}
-    out = np.empty(problem.logits.shape) if with_gradient else None
-    if name == "loss":
-        options["reduction"] = "none"
-        if out is None:
-            return softmax_cross_entropy(problem.logits, problem.targets, **options), None
-        return softmax_cross_entropy_value_and_grad(problem.logits, problem.targets, out=out, **options)
-    targets = problem.targets if problem.with_numbers else None
-    statistics, residuals = class_statistics_forward(problem.logits, targets, **options)
-    numbers = getattr(statistics, name)
-    if out is not None:
-        class_statistics_backward(residuals, out=out, **{name: np.ones(problem.rows)})
-    return numbers, out

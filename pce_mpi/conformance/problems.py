@@ -252,7 +252,7 @@ class Problem:
 
     @property
     def room(self) -> Array:
-        """How far off the loss may be besides, in its shape or for all: by roundings that are not the candidate's."""
+        """Roundings that are not the candidate's add this to what is allowed, in the loss's shape or for all."""
         return np.zeros(())
 
     @cached_property

@@ -16,7 +16,7 @@ from jobs.launch import ROOT, complete, launch
 from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
 from pce_mpi.cli import judge
-from pce_mpi.conformance import measuring
+from pce_mpi.conformance import measuring, pieces
 from pce_mpi.conformance.comparing import Losses
 from pce_mpi.conformance.differences import PARTS, Differences
 from pce_mpi.conformance.kinds import KINDS
@@ -119,7 +119,7 @@ def test_errors_are_those_of_the_kit(tmp_path, options, reduction):
 def test_wrong_rows_among_many_are_named(tmp_path, monkeypatch):
     """The rows are read in many pieces, and only some are compared with known faults."""
     monkeypatch.setattr(measuring, "MANY", 200)
-    monkeypatch.setattr(measuring, "_LOGITS", 70)
+    monkeypatch.setattr(pieces, "_LOGITS", 70)
     logits, targets = drawn(rows=(30, 10))
     log_prob = dense.class_statistics(logits, targets).log_prob.astype(np.float32)
     log_prob[17:, :] *= np.float32(1.5)

@@ -226,6 +226,8 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("vectors"),
             room("bit_vectors"),
             room("recordings"),
+            room("pieces"),
+            room("recorded_causes"),
             room("measuring"),
             room("differences"),
             room("reports"),
