@@ -198,7 +198,8 @@ $(installed)/dev: $(installed)/package
 	touch $(installed)/test $@
 
 # CuPy has a package for each CUDA, and they share their files: the other one goes before this one comes. To compile
-# without a GPU it needs NVRTC alone, as the kernels include no header of CUDA's; on one, extras bring all of the toolkit.
+# without a GPU it needs NVRTC alone, as the kernels include no header of CUDA's: the oldest of CUDA 13, which takes less
+# C++ than later ones. On a GPU extras bring all of the toolkit.
 define without_other_cupy
 rm -f $(VENV)/installed/*/kernels-* $(VENV)/installed/*/gpu-*
 $(bin)/python -m pip uninstall -qq --yes cupy-cuda$(other_cuda)x
@@ -206,7 +207,7 @@ endef
 
 $(installed)/kernels-$(CUDA): $(installed)/test
 	$(without_other_cupy)
-	$(bin)/python -m pip install --quiet cupy-cuda$(CUDA)x $(if $(filter 12,$(CUDA)),nvidia-cuda-nvrtc-cu12,nvidia-cuda-nvrtc) \
+	$(bin)/python -m pip install --quiet cupy-cuda$(CUDA)x $(if $(filter 12,$(CUDA)),nvidia-cuda-nvrtc-cu12,nvidia-cuda-nvrtc==13.0.*) \
 		nvidia-cuda-nvdisasm
 	touch $@
 

@@ -135,9 +135,11 @@ def test_kernels_spill_nothing_and_fit_resident_threads(reports):
 
 
 def test_no_arithmetic_flushes_subnormal_numbers(reports):
-    # CuPy's -ftz=true is harmless to comparisons with bounds, to truncation to integers, and to a sign.
+    # CuPy's -ftz=true is harmless to comparisons with bounds, to truncation to integers, and to the sign of the large
+    # constant of a row in backward.cu.
     for kernel, architecture, _, _, flushing, _ in reports:
-        assert not [name for name in flushing if not re.match(r"setp\.|cvt\.rzi\.|neg\.", name)], (kernel, architecture)
+        harmless = r"setp\.|cvt\.rzi\." + r"|neg\." * (kernel.file == "backward.cu")
+        assert not [name for name in flushing if not re.match(harmless, name)], (kernel, architecture)
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ def count(monkeypatch):
     return importlib.import_module("count_instructions")
 
 
-# Instructions a logit of each loop by its fields, for 16 bits and for float32, as NVRTC 13.5 makes them, and 1 % for
+# Instructions a logit of each loop by its fields, for 16 bits and for float32, as NVRTC 13.0 makes them, and 1 % for
 # other compilers: a number that falls belongs here.
 INSTRUCTIONS = {
     ("fill_states", 0): (22.5, 23.5),

@@ -125,7 +125,7 @@ FAULTS = [
         "    digits.raise(floor_div(n, Single::WIDTH));\n",
         "    digits.grid = floor_div(n, 21);\n",
     ),
-    (check_forward, "forward.cu", "if (HOLDS || at != target) add(", "add("),
+    (check_forward, "forward.cu", "if (!HOLDS && at == target) continue;", ""),
     (check_forward, "forward.cu", "if (largest > 4096) return false;", ""),
     (
         check_forward,
@@ -145,7 +145,7 @@ FAULTS = [
     (check_statistics, "forward.cu", "if (!holds_top && (i == 0 || has_top))", "if (i == 0 || has_top)"),
     (check_statistics, "forward.cu", "if (!holds_top && (i == 0 || has_top))", "if (!holds_top && i == 0)"),
     (check_statistics, "forward.cu", "word_of<T>(swapped)", "Storage<T>::minus_inf"),
-    (check_statistics, "forward.cu", "add(i == out ? wide(swapped) : ", "add("),
+    (check_statistics, "forward.cu", "i == out ? wide(swapped) : number_of", "number_of"),
     (check_statistics, "forward.cu", "if (!exact) add_below_one", "if (false) add_below_one"),
     (check_statistics, "forward.cu", "    second_ += digit;\n", "    second_ += v;\n"),
     (check_grids, "forward.cu", "narrow(end - log(end))", "narrow(end)"),

@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS)
   const float given = values[row * pitch + column], value = scale == nullptr ? given : product32(given, *scale);
   const float rounded = dtype == FLOAT16 ? widen(narrowed<float16>(value)) : widen(narrowed<bfloat16>(value));
   set_element(high, dtype, row * columns + column, wide(rounded));
-  if (low != nullptr) set_element(low, dtype, row * columns + column, wide(sum32(value, -rounded)));
+  // CuPy compiles with -ftz=true, and a sign would be changed by an instruction that flushes.
+  if (low != nullptr) set_element(low, dtype, row * columns + column, wide(fma32(rounded, -1.0f, value)));
 }
 
 }  // namespace pce

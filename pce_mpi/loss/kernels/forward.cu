@@ -342,13 +342,18 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
     }
     float swapped = held;  // is in place of the element `out`
     int out = -1;
-    const auto one_by_one = [&](auto add) {
+    const auto one_by_one = [&](bool to_exponentials) {
 #pragma unroll 1
       for (int i = 0; i < LOADS * WIDTH; ++i) {
         const int index = start + i / WIDTH * group_size + (start < 0 ? step : 0);
         if (start < 0 ? i % WIDTH != 0 || index >= span.scalars : index >= span.vectors) continue;
         const int at = place(start, i / WIDTH) + i % WIDTH;
-        if (HOLDS || at != target) add(i == out ? wide(swapped) : number_of(row[at]));
+        if (!HOLDS && at == target) continue;
+        const double x = i == out ? wide(swapped) : number_of(row[at]);
+        if (!SUMS || to_exponentials)
+          exponentials.add_any(x, call.transform);
+        else
+          logit_sum.add_any(x, call.transform);
       }
     };
     bool near = true;
@@ -374,7 +379,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
         }
         near = HOLDS && !is_huge(wide(exponentials.top), call.transform) &&
                (highest <= exponentials.bound || exponentials.rises_to(highest));
-        if (!near) one_by_one([&](double x) { exponentials.add_any(x, call.transform); });
+        if (!near) one_by_one(true);
       }
       if (!SUMS && !near) continue;
     }
@@ -394,7 +399,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
       const bool usable = near && LogitSum<T>::takes(smallest);
       const bool whole = start >= 0 && start + (LOADS - 1) * group_size < span.vectors && !has_target(start);
       if (usable && !whole) load(start, 0);
-      if (!usable || !logit_sum.add(v)) one_by_one([&](double x) { logit_sum.add_any(x, call.transform); });
+      if (!usable || !logit_sum.add(v)) one_by_one(false);
     }
   }
 
