@@ -24,7 +24,7 @@ from typing import NamedTuple
 from pce_mpi.loss.kernels.compilation import LOOPS, OPTIONS, Kernel, source_of
 from pce_mpi.loss.kernels.launch_config import LOADS, VECTOR_BYTES
 
-# A block of instructions with so much float32 arithmetic, or so many numbers made float64, is one on vectors of logits.
+# A block of instructions with so much float32 arithmetic, or so many conversions, is one on vectors of logits.
 ARITHMETIC = 30
 
 
@@ -96,7 +96,7 @@ def blocks_of(code: str) -> list[Block]:
         following = [starts[target[1]]] if target and target[1] in starts else []
         if last.startswith("@") or not re.search(r"\b(BRA|EXIT|RET)\b", last):
             following.append(number + 1)
-        arithmetic = sum(("FFMA" in each) + 2 * bool(re.match(r".*(F2F.F64.F32|F2I)", each)) for each in body)
+        arithmetic = sum(("FFMA" in each) + 2 * bool(re.match(r".*(F2F|F2I|FADD.*RZ)", each)) for each in body)
         blocks.append(Block(len(body), arithmetic, [block for block in following if block < len(bodies)]))
     return blocks
 

@@ -149,17 +149,20 @@ def count(monkeypatch):
     return importlib.import_module("count_instructions")
 
 
-# Instructions a logit of each loop by its fields, for 16 bits and for float32, as NVRTC 13.0 makes them, and 1 % for
+# Instructions a logit of each loop by its fields and way, for 16 bits and for float32, as NVRTC 13.0 makes them, and 1 % for
 # other compilers: a number that falls belongs here.
 INSTRUCTIONS = {
-    ("fill_states", 0): (22.5, 23.5),
-    ("fill_states", compilation.WEIGHTED_LOGIT): (29.1, 30.4),  # 1.3 times those without options
-    ("fill_states", compilation.HOLD_LARGEST): (22.6, 23.9),
+    ("fill_states", 0, "PLAIN"): (22.5, 23.5),
+    ("fill_states", compilation.WEIGHTED_LOGIT, "PLAIN"): (29.1, 30.4),  # 1.3 times those without options
+    ("fill_states", compilation.HOLD_LARGEST, "PLAIN"): (22.6, 23.9),
     # Each exp(z) z is a product of float64 that is cut into three digits, and of float32 logits it has a rest.
-    ("fill_states", compilation.HOLD_LARGEST | compilation.ENTROPY): (40.1, 49.5),
-    ("write_gradient", 0): (21.2, 21.1),
-    ("write_gradient", compilation.WEIGHTED_LOGIT): (24.2, 24.0),
-    ("write_gradient", compilation.ENTROPY): (28.3, 28.3),
+    ("fill_states", compilation.HOLD_LARGEST | compilation.ENTROPY, "PLAIN"): (40.1, 49.5),
+    # A temperature: z is reduced in float64, from integers that no conversion instruction made.
+    ("fill_states", 0, "SCALED_IN_DOUBLE"): (33.0, 34.3),
+    ("write_gradient", 0, "SCALED_IN_DOUBLE"): (30.6, 30.9),
+    ("write_gradient", 0, "PLAIN"): (21.2, 21.1),
+    ("write_gradient", compilation.WEIGHTED_LOGIT, "PLAIN"): (24.2, 24.0),
+    ("write_gradient", compilation.ENTROPY, "PLAIN"): (28.3, 28.3),
 }
 
 
@@ -168,11 +171,12 @@ def test_loops_have_no_more_instructions_than_budget(reports, count):
         pytest.skip("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
     found = {}
     for kernel, architecture, *_, cubin in (report for report in reports if report[0] in compilation.LOOPS):
-        function, dtype, scaled, fields = re.fullmatch(r"pce::(\w+)<(\S+), (\w+), (\d+)>", kernel.name).groups()
-        if architecture == 90 and scaled == "false":
+        function, dtype, way, fields = re.fullmatch(r"pce::(\w+)<(\S+), pce::(\w+), (\d+)>", kernel.name).groups()
+        budget = INSTRUCTIONS.get((function, int(fields), way))
+        if architecture == 90 and budget is not None:
             found[kernel] = count.instructions(kernel, cubin)
-            print(f"{kernel.name:50} {found[kernel]:5.2f}")
-            assert found[kernel] <= INSTRUCTIONS[function, int(fields)][dtype == "float"], kernel
+            print(f"{kernel.name:60} {found[kernel]:5.2f}")
+            assert found[kernel] <= budget[dtype == "float"], kernel
     assert len(found) == 3 * len(INSTRUCTIONS)
 
 

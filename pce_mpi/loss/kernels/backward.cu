@@ -1,26 +1,31 @@
 // Backward in float32, also with label smoothing and of statistics: each logit is read once, each gradient is written
 // once. Launched by cuda.py.
 #include <groups.cuh>
+#include <reduction.cuh>
 
 namespace pce {
 
 // factor exp(z) for logits that are at most `most`, if `usable`.
-template <bool SCALED>
+template <Way way>
 class NearGradient {
   float high_, low_;  // of the factor, times 2 if its exponent is odd
-  float scale_, lowest_;
-  float magic_;  // rounds to an integer, ties to even, and adds the even part of the exponent
+  Reduction<way> reduction_;  // adds the even part of the exponent to n
+  float lowest_;
 
  public:
   bool usable;
 
-  __device__ __forceinline__ NearGradient(const RowFactor& row, double most, double scale) : scale_(narrow(scale)) {
-    // A factor of 0 is treated as one for which no logit is large enough.
+  // A factor of 0 is treated as one for which no logit is large enough.
+  static __device__ __forceinline__ int exponent_of(const RowFactor& row) {
+    return row.factor == 0.0 ? -4000 : static_cast<int>(clip(row.exponent, -2700, 2700));
+  }
+
+  __device__ __forceinline__ NearGradient(const RowFactor& row, double most, double scale)
+      : reduction_(scale, exponent_of(row) & ~1) {
     const bool nought = row.factor == 0.0;
-    const int exponent = nought ? -4000 : static_cast<int>(clip(row.exponent, -2700, 2700)), odd = exponent & 1;
+    const int exponent = exponent_of(row), odd = exponent & 1;
     high_ = product32(nought ? 1.0f : row.high, odd ? 2.0f : 1.0f);
     low_ = product32(row.low, odd ? 2.0f : 1.0f);
-    magic_ = sum32(MAGIC32, static_cast<float>(exponent - odd));
     // The gradient of this logit is below 2^-150, and so are those of smaller ones.
     lowest_ = narrow(-0.69314718 * (154 + exponent) / scale);
     // No logit is far from 0, and no gradient is 2^124 or larger.
@@ -34,12 +39,10 @@ class NearGradient {
 
   // For a logit that was `raised`.
   __device__ __forceinline__ float of(float v) const {
-    float k = fma32(SCALED ? product32(v, scale_) : v, LOG2E32, magic_);
+    const Reduced reduced = reduction_(v);
     // The low bits of n are the exponent of the gradient.
-    const int n = static_cast<int>(bits(k)), normal = n > MAGIC32_BITS - 125 ? n : MAGIC32_BITS - 125;
-    k = sum32(k, -magic_);
-    const float f = SCALED ? fma32(v, scale_, product32(k, -HI32)) : fma32(k, -HI32, v);
-    const float t = polynomial(fma32(k, -LO32, f)), value = sum32(high_, fma32(high_, t, low_));
+    const int n = static_cast<int>(reduced.n), normal = n > MAGIC32_BITS - 125 ? n : MAGIC32_BITS - 125;
+    const float value = sum32(high_, fma32(high_, polynomial(reduced.rest), low_));
     // Powers of two are added to the exponent, but for the one that may leave a subnormal number.
     return product32(from_bits(bits(value) + (static_cast<uint32_t>(normal) << 23)),
                      from_bits(static_cast<uint32_t>(n - normal + 127) << 23));
@@ -48,10 +51,10 @@ class NearGradient {
 
 // What a group of threads knows of its row. Its last thread computes it for all; tests run threads in order, and would
 // not miss the barrier after the first one.
-template <bool SCALED>
+template <Way way>
 struct RowConstants {
   RowFactor factor;
-  NearGradient<SCALED> near;
+  NearGradient<way> near;
 
   // Whether statistics can be near: no product of these numbers with others leaves the normal ones, and a logit, or its
   // product with the scale, has no rest in float64.
@@ -62,24 +65,24 @@ struct RowConstants {
   }
 };
 
-template <bool SCALED>
+template <Way way>
 struct BlockConstants {
-  RowConstants<SCALED> of_group[BLOCK_THREADS / 8];  // a group has at least 8 threads
+  RowConstants<way> of_group[BLOCK_THREADS / 8];  // a group has at least 8 threads
 };
 
 // The gradient of logits that are near: less `weight_factor` with the field WEIGHTED_LOGIT, and of statistics with
 // ENTROPY.
-template <bool SCALED, int FIELDS>
+template <Way way, int FIELDS>
 class FullGradient {
-  NearGradient<SCALED> near_;
+  NearGradient<way> near_;
   double weight_factor_, constant_, slope_, origin_, scale_;
 
   __device__ __forceinline__ double slope_at(float v) const {
-    return constant_ + slope_ * (SCALED ? __fma_rn(scale_, wide(v), -origin_) : wide(v) - origin_);
+    return constant_ + slope_ * (way != PLAIN ? __fma_rn(scale_, wide(v), -origin_) : wide(v) - origin_);
   }
 
  public:
-  __device__ __forceinline__ FullGradient(const RowConstants<SCALED>& row, double scale)
+  __device__ __forceinline__ FullGradient(const RowConstants<way>& row, double scale)
       : near_(row.near),
         weight_factor_(row.factor.weight_factor),
         constant_(row.factor.constant),
@@ -102,15 +105,15 @@ class FullGradient {
 
 // dx_c = factor exp(z_c), and what follows from it with FIELDS. The column held apart gets `held_gradient`, and rows that
 // are not valid get 0. `out` may be the logits; otherwise its rows have the same alignment as theirs.
-template <typename T, bool SCALED, int FIELDS>
+template <typename T, Way way, int FIELDS>
 __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_THREADS)
     write_gradient(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size, T* out,
                    int64_t out_pitch, const RowGradient* gradients, double scale) {
   constexpr int WIDTH = Storage<T>::width;
   const RowTile tile(rows, classes, chunk, group_size);
   const Call call = {FIELDS, {scale, 0.0}};
-  RowConstants<SCALED>& constants =
-      shared_memory<BlockConstants<SCALED>>().of_group[static_cast<int>(threadIdx.x) / group_size];
+  RowConstants<way>& constants =
+      shared_memory<BlockConstants<way>>().of_group[static_cast<int>(threadIdx.x) / group_size];
   if (tile.thread_rank == group_size - 1 && tile.row < rows) {
     const RowFactor factor = RowFactor::of(gradients[tile.row], call.transform);
     constants = {factor, {factor, gradients[tile.row].most, scale}};
@@ -121,7 +124,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
   T* to = out + tile.row * out_pitch + tile.first_class;
   const VectorizedSpan<T> span(row, tile.count);
   const RowGradient& gradient = gradients[tile.row];
-  const FullGradient<SCALED, FIELDS> near(constants, scale);
+  const FullGradient<way, FIELDS> near(constants, scale);
   const int held = tile.local_index(gradient.column);
   constexpr bool STATISTICS = (FIELDS & ENTROPY) != 0;
   const int target = STATISTICS ? tile.local_index(gradient.target) : -1;

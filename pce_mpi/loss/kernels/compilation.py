@@ -61,23 +61,26 @@ class Kernel(NamedTuple):
     name: str
 
 
-# The fields that change the loop over vectors of logits, and those for which there is one, with and without a scale.
-_FORWARD = [(fields, False) for fields in (0, WEIGHTED_LOGIT, HOLD_LARGEST, HOLD_LARGEST | ENTROPY)] + [(0, True)]
-_BACKWARD = [(fields, scaled) for fields in (0, WEIGHTED_LOGIT, ENTROPY) for scaled in (False, True)]
+# The fields that change the loop over vectors of logits, and those for which there is one, with each `Way`.
+WAYS = ("PLAIN", "SCALED", "SCALED_IN_DOUBLE")
+_FORWARD = [(fields, WAYS[0]) for fields in (0, WEIGHTED_LOGIT, HOLD_LARGEST, HOLD_LARGEST | ENTROPY)]
+_FORWARD += [(0, way) for way in WAYS[1:]]
+_BACKWARD = [(fields, way) for fields in (0, WEIGHTED_LOGIT) for way in WAYS]
+_BACKWARD += [(ENTROPY, way) for way in WAYS[:2]]
 
 
-def loop(function: str, dtype: str, scaled: bool, fields: int) -> Kernel:
+def loop(function: str, dtype: str, way: str, fields: int) -> Kernel:
     """Return the kernel with a loop over vectors of logits, which `LOOPS` need not have."""
     file = "forward.cu" if function == "fill_states" else "backward.cu"
-    return Kernel(file, f"pce::{function}<{CPP_TYPES[dtype]}, {'true' if scaled else 'false'}, {fields}>")
+    return Kernel(file, f"pce::{function}<{CPP_TYPES[dtype]}, pce::{way}, {fields}>")
 
 
 #: all kernels with such a loop
 LOOPS = [
-    loop(function, dtype, scaled, fields)
+    loop(function, dtype, way, fields)
     for function, kinds in (("fill_states", _FORWARD), ("write_gradient", _BACKWARD))
     for dtype in list(CPP_TYPES)[:3]
-    for fields, scaled in kinds
+    for fields, way in kinds
 ]
 
 

@@ -50,8 +50,8 @@ from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
 Array = Any  # cupy.ndarray
 
-# The plain kernels reduce exponents in float32; products with scales outside this range could overflow or lose bits.
-_PLAIN_SCALES = (2.0**-64, 2.0**64)
+# The loops over vectors take scales in this range: products with others could overflow or lose bits.
+_NEAR_SCALES = (2.0**-64, 2.0**64)
 _NULL = np.uint64(0)
 
 
@@ -82,11 +82,10 @@ def _name_of(arithmetic: Arithmetic) -> str:
     return ARITHMETICS[arithmetic is not SINGLE]
 
 
-def _is_plain(transform: Transform, arithmetic: Arithmetic) -> bool:
-    """Return whether the vector loops can compute z, which they do in float32."""
-    least, most = _PLAIN_SCALES
-    exact = float(np.float32(transform.scale)) == transform.scale
-    return arithmetic is SINGLE and transform.softcap is None and least <= transform.scale <= most and exact
+def _way_of(scale: float) -> str:
+    """Return how the vector loops compute z: `Way` in reduction.cuh."""
+    exact = float(np.float32(scale)) == scale
+    return "PLAIN" if scale == 1.0 else "SCALED" if exact else "SCALED_IN_DOUBLE"
 
 
 def _loop_of(
@@ -98,9 +97,12 @@ def _loop_of(
     arithmetic: Arithmetic,
 ) -> Kernel | None:
     """Return the kernel with a loop over vectors for these fields, None if the general one has to do it."""
-    kernel = loop(function, dtype.name, transform.scale != 1.0, fields)
+    least, most = _NEAR_SCALES
     ones = not fields & WEIGHTED_LOGIT or (weights.weight is None and weights.probabilities is None)
-    return kernel if kernel in LOOPS and ones and _is_plain(transform, arithmetic) else None
+    if arithmetic is not SINGLE or transform.softcap is not None or not ones or not least <= transform.scale <= most:
+        return None
+    kernel = loop(function, dtype.name, _way_of(transform.scale), fields)
+    return kernel if kernel in LOOPS else None
 
 
 def _weight_of(weights: ClassWeights, used: bool) -> Array | None:

@@ -1,6 +1,7 @@
 // Forward in float32, also with label smoothing and for statistics: the states. Each logit is read once. Launched by
 // cuda.py.
 #include <groups.cuh>
+#include <reduction.cuh>
 
 namespace pce {
 
@@ -150,7 +151,7 @@ class EntropySum {
 
 // The exponentials of a thread's logits, summed as digits of 21 bits: the limb j is sum_i digit_(j + i) 2^(21 i). With
 // the field ENTROPY also their products with the logits.
-template <bool SCALED, int FIELDS>
+template <Way way, int FIELDS>
 class Exponentials {
   // The fast way takes logits z of which the largest is in this range. Beside it, those below -2,048 count for nothing.
   static constexpr float MOST = 2047.0f, LEAST = -1848.0f;
@@ -158,10 +159,12 @@ class Exponentials {
   static constexpr uint32_t DIGIT = (1u << Single::WIDTH) - 1;
   static constexpr bool ENTROPIES = (FIELDS & ENTROPY) != 0;
 
+  Reduction<way> reduction_;
   float scale_, inverse_;
+  float lowest_;  // logits below count for nothing, and float64 does not reduce them
   uint32_t limit_ = 0;  // the exponent of the grid's largest element, in the form of `bits(k)` in `add`
 
-  __device__ __forceinline__ float over_scale(float z) const { return SCALED ? product32(z, inverse_) : z; }
+  __device__ __forceinline__ float over_scale(float z) const { return way != PLAIN ? product32(z, inverse_) : z; }
 
  public:
   Sum digits;
@@ -170,7 +173,10 @@ class Exponentials {
   float bound;  // a larger logit needs a coarser grid
 
   __device__ __forceinline__ explicit Exponentials(double scale)
-      : scale_(narrow(scale)), inverse_(narrow(1.0 / scale)) {
+      : reduction_(scale),
+        scale_(narrow(scale)),
+        inverse_(narrow(1.0 / scale)),
+        lowest_(over_scale(ENTROPIES ? EntropySum::LEAST : -4096.0f)) {
     forget();
     top = bound;
   }
@@ -189,9 +195,9 @@ class Exponentials {
 
   // Raise the grid for logits of which `highest` is the largest. False if `add` cannot take them.
   __device__ __forceinline__ bool rises_to(float highest) {
-    const float z = SCALED ? product32(highest, scale_) : highest;
+    const float z = way != PLAIN ? product32(highest, scale_) : highest;
     if (!(z <= MOST && z >= LEAST)) return false;
-    const int n = static_cast<int>(bits(fma32(z, LOG2E32, MAGIC32))) - MAGIC32_BITS;
+    const int n = static_cast<int>(reduction_(highest).n) - MAGIC32_BITS;
     digits.raise(floor_div(n, Single::WIDTH));
     const int64_t largest = Single::WIDTH * digits.grid + Single::WIDTH - 1;
     if (largest > 4096) return false;  // the grid of a logit that was beyond MOST
@@ -212,20 +218,17 @@ class Exponentials {
     unpack<T>(logits, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float v = ENTROPIES ? maximum_or_nan(x[i], EntropySum::LEAST) : x[i];
-      float k = fma32(SCALED ? product32(v, scale_) : v, LOG2E32, MAGIC32);
-      const uint32_t biased = bits(k);
-      // 64 or more for each z from -infinity to -2,048, also where k is no integer: its element is shifted away,
-      // whatever it is.
-      const uint32_t shift = limit_ - biased;
-      k = sum32(k, -MAGIC32);
-      const float f = SCALED ? fma32(v, scale_, product32(k, -HI32)) : fma32(k, -HI32, v);
-      const uint32_t fixed = fixed_point(polynomial(fma32(k, -LO32, f)));
+      const float v = ENTROPIES || way == SCALED_IN_DOUBLE ? maximum_or_nan(x[i], lowest_) : x[i];
+      const Reduced reduced = reduction_(v);
+      // 64 or more for each z from -infinity to -2,048, also where float32 has no integer n: its element is shifted
+      // away, whatever it is.
+      const uint32_t shift = limit_ - reduced.n;
+      const uint32_t fixed = fixed_point(polynomial(reduced.rest));
       const uint64_t element = shifted_right(static_cast<uint64_t>(fixed) << 32, shift);
       sums[0] += static_cast<uint32_t>(element);
       sums[1] += static_cast<uint32_t>(element >> 21);
       sums[2] += static_cast<uint32_t>(element >> 42);
-      if (ENTROPIES) entropy.add(v, biased, fixed, Storage<T>::dtype != FLOAT32);
+      if (ENTROPIES) entropy.add(v, reduced.n, fixed, Storage<T>::dtype != FLOAT32);
     }
   }
 
@@ -263,7 +266,7 @@ class Exponentials {
 
 // `states` is (rows, splits, words). FIELDS are those of `fields` that change the loop: WEIGHTED_LOGIT, with the weight 1
 // for all classes, HOLD_LARGEST, or this and ENTROPY. The last three come without a scale.
-template <typename T, bool SCALED, int FIELDS>
+template <typename T, Way way, int FIELDS>
 __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_THREADS)
     fill_states(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
                 const int64_t* target_column, const double* weight, double scale, int fields, uint64_t* states,
@@ -277,7 +280,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
   const VectorizedSpan<T> span(row, tile.count);
   const int target = has_row && target_column != nullptr ? tile.local_index(target_column[tile.row]) : -1;
   const Call call = {fields, {scale, 0.0}};
-  Exponentials<SCALED, FIELDS> exponentials(scale);
+  Exponentials<way, FIELDS> exponentials(scale);
   LogitSum<T> logit_sum;
   // With HOLD_LARGEST: a logit that is in no sum; the largest logit of vectors, and the round in which it first came.
   float held = exponentials.top;
