@@ -267,7 +267,7 @@ class Exponentials {
 // `states` is (rows, splits, words). FIELDS are those of `fields` that change the loop: WEIGHTED_LOGIT, with the weight 1
 // for all classes, HOLD_LARGEST, or this and ENTROPY. The last three come without a scale.
 template <typename T, Way way, int FIELDS>
-__global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<way, FIELDS> / BLOCK_THREADS)
     fill_states(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
                 const int64_t* target_column, const double* weight, double scale, int fields, uint64_t* states,
                 int64_t class_start) {
@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<FIELDS> / BLOCK_TH
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
         // A long block of instructions would take more registers than there are.
-        if (ENTROPIES && i == LOADS / 2 && start + i * group_size >= span.vectors) break;
+        if ((ENTROPIES ? i == LOADS / 2 : way == SCALED_IN_DOUBLE) && start + i * group_size >= span.vectors) break;
         exponentials.template add<T>(v[i], sums);
       }
       exponentials.add_sums(sums);

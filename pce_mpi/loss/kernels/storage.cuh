@@ -13,10 +13,6 @@ struct bfloat16 {
   unsigned short bits;
 };
 
-// How many threads of a loop over vectors must fit on a multiprocessor at once.
-template <int FIELDS>
-constexpr int LOOP_THREADS = FIELDS == 0 ? RESIDENT_THREADS : GENERAL_RESIDENT_THREADS;
-
 // Properties of a dtype that is computed in float32: its code, the elements of a vector, and a word of -inf.
 template <typename T>
 struct Storage;
