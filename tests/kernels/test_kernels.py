@@ -329,7 +329,7 @@ def check_chosen(cuda):
         assert here.get().tobytes() == changed.tobytes()
 
 
-def test_chosen_columns_are_taken_and_put_as_on_host(cuda):
+def test_chosen_columns_have_bits_of_host(cuda):
     check_chosen(cuda)
 
 
@@ -347,5 +347,5 @@ def check_large_elements(cuda):
         assert_equal(kept.get(), np.where(is_less, -np.inf, wide).astype(dtype))
 
 
-def test_elements_below_value_of_row_become_minus_inf(cuda):
+def test_elements_below_value_become_minus_inf(cuda):
     check_large_elements(cuda)
