@@ -423,7 +423,8 @@ def _launch_for_columns(function: str, x: Array, columns: np.ndarray[Any, Any], 
         layout = [np.int64(number) for number in (classes, inner, *(stride // x.itemsize for stride in x.strides))]
         counts = np.int64(columns.size), np.int64(columns.shape[1])
         kernel = Kernel("chosen.cu", f"pce::{function}_columns<{WORDS[x.itemsize]}>")
-        _launch_for_rows(kernel, columns.size, x, *layout, cupy.asarray(columns, np.int64), *counts, *arguments)
+        given = cupy.asarray(np.ascontiguousarray(columns, np.int64))
+        _launch_for_rows(kernel, columns.size, x, *layout, given, *counts, *arguments)
 
 
 def keep_at_least(x: Array, least: np.ndarray[Any, Any], kept: Array) -> Array:
