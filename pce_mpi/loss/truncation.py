@@ -7,44 +7,28 @@ state of the set, 48 bytes a row: 16 rounds for halves, 32 for float32, 64 for f
 sets each, would be half as many and send 1.5 times as many bytes; histograms of eight bits 32 times as many. For 2048
 rows of float32 on two ranks they took 14 ms, 26 ms and 0.9 s. A mass is an integer on the grid of the row's largest
 logit, so that the question whether it is p times another one has one answer.
-
-A rank puts its own logits in order once, and keeps the states of the ends of each row, from every `_WIDTH`th class on:
-the state of a set is that of an end, merged with that of a part of one block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
-import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.arrays import to_host
-from pce_mpi.comm.collectives import all_gather, all_reduce
+from pce_mpi.comm.collectives import all_gather
 from pce_mpi.comm.tracing import cause
 from pce_mpi.hollow import Hollow
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.kernels import host_kernel
 from pce_mpi.loss.kernels.elementary import Arithmetic, log, log1p
-from pce_mpi.loss.kernels.parameters import Transform
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.passes import Merge
-from pce_mpi.loss.problem import Problem, check, rows_and_classes
-from pce_mpi.loss.softmax_state import StateFields
+from pce_mpi.loss.problem import Problem, check
+from pce_mpi.loss.sets import Shard, mass_of, shard_of
 from pce_mpi.scalars import integer, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 
-_FIELDS = StateFields()
-# The number of classes in a set, and its state.
-_SET = np.dtype([("count", np.int64), ("state", _FIELDS.dtype)])
-# The number of classes of a block, of which one a row is summed in each round.
-_WIDTH = 128
-# The number of logits that are compared at once.
-_BLOCK = 2**18
 _ALL = np.iinfo(np.int64).max
 
 
@@ -95,7 +79,7 @@ def nucleus_of(options: Options, logits: Any, limits: Limits) -> Nucleus:
     """Return the result of `nucleus`; collective over `options.comm`, in a block `with standard_arithmetic()`."""
     problem = agree_on(options, partial(_check, options, logits, limits))
     with np.errstate(all="ignore"):
-        shard = _Shard(problem)
+        shard = shard_of(problem)
         kept = _kept(shard, limits.checked(), problem.arithmetic)
         bad, inside = kept.mass == 0, np.maximum(kept.mass, 1)
         mass = np.where(bad, np.nan, (inside / np.maximum(kept.total, 1)).astype(np.float64))
@@ -126,164 +110,41 @@ class _Kept(NamedTuple):
     total: HostArray
 
 
-def _kept(shard: _Shard, limits: Limits, arithmetic: Arithmetic) -> _Kept:
+def _kept(shard: Shard, limits: Limits, arithmetic: Arithmetic) -> _Kept:
     """Find the set of each row; collective over `options.comm`."""
     everything, nothing = shard.of(shard.least), shard.nothing
-    top, total = everything["state"]["top"], _mass_of(everything, arithmetic)
+    top, total = everything["state"]["top"], mass_of(everything, arithmetic)
     value, found = shard.least, everything
     if limits.top_k is not None:
         value, found, _ = shard.search(shard.of, lambda a: a["count"] >= limits.top_k, everything, nothing)
-    mass, tied = _mass_of(found, arithmetic), np.full(len(value), _ALL)
+    mass, tied = mass_of(found, arithmetic), np.full(len(value), _ALL)
     if limits.top_p is not None:
         numerator, denominator = limits.top_p.as_integer_ratio()
         needed = -(-numerator * mass // denominator)
         value, found, above = shard.search(
-            shard.of, lambda a: (_mass_of(a, arithmetic) >= needed).astype(np.bool_), found, nothing
+            shard.of, lambda a: (mass_of(a, arithmetic) >= needed).astype(np.bool_), found, nothing
         )
-        less, ties = _mass_of(above, arithmetic), np.maximum(found["count"] - above["count"], 1)
-        each = np.maximum((_mass_of(found, arithmetic) - less) // ties, 1)
+        less, ties = mass_of(above, arithmetic), np.maximum(found["count"] - above["count"], 1)
+        each = np.maximum((mass_of(found, arithmetic) - less) // ties, 1)
         tied = -((less - needed) // each)
         mass, tied = less + tied * each, tied.astype(np.int64)
     if limits.min_p is not None:
         distance = shard.problem.options.temperature * float(log(np.array([limits.min_p]))[0])
         _, _, least = shard.search(lambda a: a, lambda a: a - top < distance, value, value)
         is_less, value = least > value, np.maximum(least, value)
-        mass = np.where(is_less, _mass_of(shard.of(value), arithmetic), mass)
+        mass = np.where(is_less, mass_of(shard.of(value), arithmetic), mass)
         tied = np.where(is_less, _ALL, tied)
     bad = ~np.isfinite(top)
     return _Kept(np.where(bad, np.nan, value), tied, np.where(bad, 0, mass), total)
 
 
-def _mass_of(sets: HostArray, arithmetic: Arithmetic) -> HostArray:
-    """Return the masses of sets as Python's integers, in units of the grid of the row's largest logit.
-
-    A set that is not empty has that logit, and the limb j of its state is the sum of the elements, each divided by
-    2^(j width) and cut.
-    """
-    limbs, width = sets["state"]["sum"], arithmetic.width
-    digits = limbs.copy()
-    digits[:, :2] -= limbs[:, 1:] << np.uint64(width)
-    low, middle, high = digits.astype(object).T
-    return low + (middle << width) + (high << 2 * width)
-
-
-class _Shard:
-    """The logits of this shard, (rows, classes), and sets of their classes over all shards.
-
-    `x` has the logits of each row in ascending order, (rows, blocks * width), with -inf in front. `ends` has the states
-    of the classes from the start of a block on, (blocks + 1, rows).
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        rows, classes = math.prod(problem.rows_shape), problem.classes
-        logits = rows_and_classes(to_host(problem.logits), problem.options.axis).swapaxes(1, 2).reshape(rows, classes)
-        self.problem, self.logits, self.dtype = problem, logits, logits.dtype
-        self.merge_states = Merge(_FIELDS, problem.transform, problem.arithmetic)
-        self.blocks = -(-classes // _WIDTH)
-        self.width = -(-classes // max(1, self.blocks))
-        wide = np.float64 if logits.dtype == np.float64 else np.float32
-        self.x = np.full((rows, self.blocks * self.width), -np.inf, wide)
-        self.x[:, self.x.shape[1] - classes :] = logits
-        self.x.sort(axis=1)
-        self.ends = _FIELDS.identity(self.blocks + 1, rows)
-        states = self._states(self.x.reshape(rows * self.blocks, self.width))
-        self.ends[:-1] = states.reshape(rows, self.blocks).T
-        for block in reversed(range(self.blocks)):
-            self.merge_states(self.ends[block + 1], self.ends[block])
-        self.least = np.full(rows, np.finfo(wide).min, wide)
-        self.nothing = np.zeros(rows, _SET)
-        self.nothing["state"] = _FIELDS.identity(rows)
-
-    def _states(self, x: HostArray) -> HostArray:
-        problem = self.problem
-        return host_kernel().fill_states(
-            x[:, :, None],
-            None,
-            _FIELDS,
-            weights=problem.class_weights,
-            transform=problem.transform,
-            arithmetic=problem.arithmetic,
-            class_start=0,
-        )
-
-    def number_below(self, value: HostArray) -> HostArray:
-        """Return the number of elements of each row of `x` that are less than its value."""
-        (rows, columns), row = self.x.shape, np.arange(len(value))
-        number = np.zeros(rows, np.int64)
-        for bit in reversed(range(columns.bit_length())):
-            ahead = number + (1 << bit)
-            is_below = (ahead <= columns) & (self.x[row, np.minimum(ahead, columns) - 1] < value)
-            number = np.where(is_below, ahead, number)
-        return number
-
-    def of(self, value: HostArray) -> HostArray:
-        """Return the sets of the logits that are at least `value`, which is finite or inf; collective over `comm`."""
-        (rows, columns), row, place = self.x.shape, np.arange(len(value)), self.number_below(value)
-        sets = self.nothing.copy()
-        sets["count"] = columns - place
-        if columns:
-            block = np.minimum(place // self.width, self.blocks - 1)
-            part = self.x.reshape(rows, self.blocks, self.width)[row, block]
-            part[np.arange(self.width) < (place - block * self.width)[:, None]] = -np.inf
-            states = self._states(part)
-            self.merge_states(self.ends[block + 1, row], states)
-            sets["state"] = states
-        options = self.problem.options
-        if options.comm is None:
-            return sets
-        with cause(options.operation, options.over, "sets of classes of the shards, merged"):
-            return all_reduce(sets, options.comm, _merge_of(self.problem.transform, self.problem.arithmetic))
-
-    def search(
-        self,
-        of: Callable[[HostArray], HostArray],
-        is_enough: Callable[[HostArray], HostArray],
-        at: HostArray,
-        above: HostArray,
-    ) -> tuple[HostArray, HostArray, HostArray]:
-        """Return the largest value of each row that is enough, `of` it, and `of` the next larger value.
-
-        Smaller values must be enough too. `at` and `above` are the results if all values are, or none is.
-        """
-        bits = 8 * self.dtype.itemsize
-        key = np.zeros(len(self.x), np.uint64)
-        for bit in reversed(range(bits)):
-            candidate = key | np.uint64(1 << bit)
-            found = of(self._value_of(candidate))
-            enough = is_enough(found)
-            key, at, above = (np.where(enough, *two) for two in ((candidate, key), (found, at), (above, found)))
-        return self._value_of(key), at, above
-
-    def _value_of(self, key: HostArray) -> HostArray:
-        """Return the logit with this number in the order of all logits; -inf and nan become the nearest other value."""
-        bits = 8 * self.dtype.itemsize
-        sign = np.uint64(1 << (bits - 1))
-        number = np.where(key & sign, key ^ sign, ~key).astype(f"u{self.dtype.itemsize}").view(self.dtype)
-        value = number.astype(self.x.dtype)
-        value = np.where(np.isnan(value), np.where(key & sign, np.inf, -np.inf), value).astype(self.x.dtype)
-        return np.maximum(value, self.least)
-
-
-@lru_cache(maxsize=64)
-def _merge_of(transform: Transform, arithmetic: Arithmetic) -> Callable[[HostArray, HostArray], None]:
-    """Make the function that merges sets of some classes into sets of others, of the same rows."""
-    merge_states = Merge(_FIELDS, transform, arithmetic)
-
-    def merge(a: HostArray, b: HostArray) -> None:
-        states = np.ascontiguousarray(b["state"])
-        merge_states(np.ascontiguousarray(a["state"]), states)
-        b["count"] += a["count"]
-        b["state"] = states
-
-    return merge
-
-
-def _gathered(shard: _Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
+def _gathered(shard: Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
     """Return the classes that are kept and the offsets of the rows, on every rank; collective over `comm`."""
-    problem, rows, columns = shard.problem, *shard.x.shape
+    problem, rows = shard.problem, shard.rows
     options, good = problem.options, ~np.isnan(kept.value)
-    not_above = shard.number_below(np.nextafter(kept.value, kept.value.dtype.type(np.inf)))
-    above, tied = (columns - not_above) * good, (not_above - shard.number_below(kept.value)) * good
+    value = np.where(good, kept.value, np.inf)
+    above = shard.number_at_least(np.nextafter(value, value.dtype.type(np.inf))) * good
+    tied = shard.number_at_least(value) * good - above
     said = [np.concatenate([[problem.class_start], above, tied])]
     if options.comm is not None:
         with cause(options.operation, options.over, "the numbers of classes that are kept"):
@@ -295,7 +156,7 @@ def _gathered(shard: _Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
         taken[rank] = np.minimum(left, said[rank][1 + rows :])
         left -= taken[rank]
     counts = np.stack([each[1 : 1 + rows] for each in said]) + taken
-    ids = [_classes_of(shard, kept.value, taken[0 if options.comm is None else options.comm.rank], tied)]
+    ids = [shard.classes_of(value, taken[0 if options.comm is None else options.comm.rank])]
     if options.comm is not None:
         with cause(options.operation, options.over, "the classes that are kept"):
             ids = all_gather(ids[0], options.comm, [(count,) for count in counts.sum(axis=1).tolist()])
@@ -307,17 +168,3 @@ def _gathered(shard: _Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
     offsets = np.concatenate([[0], np.cumsum(counts.sum(axis=0))])
     nothing = np.empty(0, np.int64)
     return np.concatenate([nothing, *(parts[rank][row] for row in range(rows) for rank in in_order)]), offsets
-
-
-def _classes_of(shard: _Shard, value: HostArray, taken: HostArray, tied: HostArray) -> HostArray:
-    """Return the classes of this shard above `value`, and the first `taken` of the `tied` ones, row after row."""
-    rows, classes = shard.logits.shape
-    found, step = [np.empty(0, np.int64)], max(1, _BLOCK // max(1, classes))
-    for start in range(0, rows, step):
-        block = slice(start, start + step)
-        logits, least = shard.logits[block], value[block, None]
-        is_kept = logits >= least
-        for row in np.flatnonzero(taken[block] < tied[block]):
-            is_kept[row, np.flatnonzero(logits[row] == least[row])[taken[start + row] :]] = False
-        found.append(np.flatnonzero(is_kept) % max(1, classes) + shard.problem.class_start)
-    return np.concatenate(found)

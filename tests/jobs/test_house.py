@@ -85,6 +85,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("linear"),
             room("linear_statistics"),
             room("largest"),
+            room("sets"),
             room("truncation"),
             room("__init__"),
         ],

@@ -17,8 +17,10 @@ from kernels.comparing import (
 )
 from kernels.device_arrays import rows_in_memory
 from kernels.test_kernels import (
+    check_chosen,
     check_entropies_beside_far_logits,
     check_entropies_on_grids,
+    check_large_elements,
     check_statistics_beside_huge_logit,
 )
 from pce_mpi.loss.kernels import compilation
@@ -112,6 +114,10 @@ def check_backward_of_statistics(cuda):
 
 
 FAULTS = [
+    (check_chosen, "chosen.cu", "column * class_stride", "column"),
+    (check_chosen, "chosen.cu", "row % inner * inner_stride", "0"),
+    (check_large_elements, "chosen.cu", "found < value ? -infinity() : found", "found >= value ? found : -infinity()"),
+    (check_large_elements, "chosen.cu", "least[row]", "least[0]"),
     (check_forward, "storage.cuh", "(misaligned)) % width", "(misaligned) - 1) % width"),
     (check_forward, "storage.cuh", "index < head ? index : index + vectors * width", "index"),
     (check_forward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),

@@ -13,7 +13,6 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Mesh, Shard
 from pce_mpi.hollow import hollow
-from pce_mpi.loss import kernels
 from pce_mpi.loss.kernels import definition
 from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, exponential
 from pce_mpi.loss.kernels.parameters import Transform
@@ -220,8 +219,7 @@ def test_kernels_find_same_sets(monkeypatch):
         logits = logits_of(dtype)
         found = pce.nucleus(logits, **limits)
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, "kernel_of", lambda _: definition)
-            patch.setattr("pce_mpi.loss.truncation.host_kernel", lambda: definition)
+            patch.setattr("pce_mpi.loss.problem.kernel_of", lambda _: definition)
             patch.setattr("pce_mpi.loss.passes.host_kernel", lambda: definition)
             assert same(found, pce.nucleus(logits, **limits))
 

@@ -1,4 +1,4 @@
-"""Elements of chosen columns: taken and put by their bits, and sums over equal columns, for NumPy and CuPy arrays."""
+"""Elements of chosen columns, taken and put by their bits; sums over equal columns, for NumPy and CuPy arrays."""
 
 from __future__ import annotations
 
@@ -22,27 +22,25 @@ def nought_of(dtype: np.dtype[Any]) -> int:
     return int(bits_of(np.array(-np.inf, dtype)))
 
 
-def taken(x: Array, axis: int, columns: HostArray, other: int = 0) -> Array:
+def taken(x: HostArray, axis: int, columns: HostArray, other: int = 0) -> HostArray:
     """Return the bits of the elements in `columns`, (rows, chosen), of each row of `x`, and `other` for its lack."""
-    xp = array_namespace(x)
-    found = xp.full(columns.shape, other, f"u{x.dtype.itemsize}")
+    found = np.full(columns.shape, other, f"u{x.dtype.itemsize}")
     entries, elements = _places(x, axis, columns)
-    found[entries] = bits_of(xp.moveaxis(x, axis, -1))[elements]
+    found[entries] = bits_of(np.moveaxis(x, axis, -1))[elements]
     return found
 
 
-def put(x: Array, axis: int, columns: HostArray, values: Array) -> None:
+def put(x: HostArray, axis: int, columns: HostArray, values: HostArray) -> None:
     """Put `values`, (rows, chosen) of the dtype of `x`, into `columns` of each row of `x`, where it has them."""
     entries, elements = _places(x, axis, columns)
-    bits_of(array_namespace(x).moveaxis(x, axis, -1))[elements] = bits_of(values)[entries]
+    bits_of(np.moveaxis(x, axis, -1))[elements] = bits_of(values)[entries]
 
 
-def _places(x: Array, axis: int, columns: HostArray) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+def _places(x: HostArray, axis: int, columns: HostArray) -> tuple[tuple[HostArray, ...], tuple[HostArray, ...]]:
     """Return the indices of the columns that `x` has: in (rows, chosen), and in `x` with the class axis last."""
-    xp, shape = array_namespace(x), x.shape[:axis] + x.shape[axis + 1 :]
+    shape = x.shape[:axis] + x.shape[axis + 1 :]
     row, place = np.nonzero((columns >= 0) & (columns < x.shape[axis]))
-    elements = (*(np.unravel_index(row, shape) if shape else ()), columns[row, place])
-    return (xp.asarray(row), xp.asarray(place)), tuple(map(xp.asarray, elements))
+    return (row, place), (*(np.unravel_index(row, shape) if shape else ()), columns[row, place])
 
 
 def sums_of_equal(ids: HostArray, values: Array) -> Array:

@@ -22,6 +22,8 @@ source_folder = Path(__file__).parent
 
 #: the C++ type of each dtype of logits
 CPP_TYPES = {"float16": "pce::float16", "bfloat16": "pce::bfloat16", "float32": "float", "float64": "double"}
+#: unsigned integers by their bytes
+WORDS = {2: "uint16_t", 4: "uint32_t", 8: "uint64_t"}
 #: the C++ types of `elementary.SINGLE` and `DOUBLE`
 ARITHMETICS = ("pce::Single", "pce::Double")
 #: `DType` in constants.cuh
@@ -99,6 +101,8 @@ def instantiations() -> list[Kernel]:
         *(Kernel("sums.cu", f"pce::{name}<{item}>") for name in ("sum_items", "fill_loss") for item in summed),
         *(Kernel("divergence.cu", f"pce::{name}") for name in DIVERGENCE),
         *(Kernel("conversion.cu", f"pce::{name}") for name in ("convert", "split_halves")),
+        Kernel("chosen.cu", "pce::keep_at_least"),
+        *(Kernel("chosen.cu", f"pce::{name}_columns<{word}>") for name in ("take", "put") for word in WORDS.values()),
         *(Kernel("general_backward.cu", f"pce::write_general_gradient<{t}, {a}>") for t, a in general),
     ]
 

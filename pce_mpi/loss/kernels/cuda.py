@@ -15,6 +15,7 @@ Each kernel is compiled when it is first launched, and CuPy caches the result on
 from __future__ import annotations
 
 from functools import cache, cached_property
+import math
 from typing import Any
 
 import cupy
@@ -22,7 +23,7 @@ import numpy as np
 
 from pce_mpi.arrays import is_floating
 from pce_mpi.loss.kernels import largest
-from pce_mpi.loss.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
+from pce_mpi.loss.kernels.chosen import bits_of, sums_of_equal as sums_of_equal
 from pce_mpi.loss.kernels.compilation import (
     ARITHMETICS,
     CPP_TYPES,
@@ -32,6 +33,7 @@ from pce_mpi.loss.kernels.compilation import (
     LOOPS,
     OPTIONS,
     WEIGHTED_LOGIT,
+    WORDS,
     Kernel,
     loop,
     source_of,
@@ -47,6 +49,7 @@ from pce_mpi.loss.kernels.launch_config import (
 from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
 from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.memory import shares_memory
 
 Array = Any  # cupy.ndarray
 
@@ -393,6 +396,61 @@ def _largest_columns(x: Array) -> Array:
         class_start=0,
     )
     return states[:, -1:].view(np.int64)  # the last field of such states
+
+
+def taken(x: Array, axis: int, columns: np.ndarray[Any, Any], other: int = 0) -> Array:
+    """Return the bits of the elements in `columns`; `chosen.taken` has the arguments."""
+    found = cupy.empty(columns.shape, f"u{x.dtype.itemsize}")
+    _launch_for_columns("take", _three_axes(bits_of(x), axis), columns, np.uint64(other), found)
+    return found
+
+
+def put(x: Array, axis: int, columns: np.ndarray[Any, Any], values: Array) -> None:
+    """Put `values` into `columns` of each row of `x`; `chosen.put` has the arguments."""
+    bits = bits_of(x)
+    rows = _three_axes(bits, axis)
+    _launch_for_columns("put", rows, columns, cupy.ascontiguousarray(bits_of(values)))
+    if not shares_memory(rows, bits):  # `rows` is a copy, as the strides of `x` allow no view
+        bits[...] = rows.reshape(x.shape)
+
+
+def _three_axes(x: Array, axis: int) -> Array:
+    return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :]))
+
+
+def _launch_for_columns(function: str, x: Array, columns: np.ndarray[Any, Any], *arguments: Any) -> None:
+    """Launch a kernel with a thread for each of `columns`, (rows, chosen)."""
+    if columns.size:
+        _, classes, inner = x.shape
+        layout = [np.int64(number) for number in (classes, inner, *(stride // x.itemsize for stride in x.strides))]
+        counts = np.int64(columns.size), np.int64(columns.shape[1])
+        kernel = Kernel("chosen.cu", f"pce::{function}_columns<{WORDS[x.itemsize]}>")
+        given = cupy.asarray(np.ascontiguousarray(columns, np.int64))
+        _launch_for_rows(kernel, columns.size, x, *layout, given, *counts, *arguments)
+
+
+def keep_at_least(x: Array, least: np.ndarray[Any, Any], kept: Array) -> Array:
+    """Write the elements of each row of `x`, (rows, classes), that are at least its value or nan to `kept`.
+
+    Others become -inf. Return how many did not: (rows,).
+    """
+    rows, classes = x.shape
+    counts = cupy.zeros(rows, np.int64)
+    if x.size:
+        source = rows_of(x[:, :, None])
+        sizes = np.int32(DTYPE_CODES[x.dtype.name]), np.int64(source.pitch), np.int64(classes)
+        limits = cupy.asarray(least, np.float64)
+        _launch(
+            Kernel("chosen.cu", "pce::keep_at_least"),
+            (rows, 1),
+            BLOCK_THREADS,
+            source.array,
+            *sizes,
+            limits,
+            kept,
+            counts,
+        )
+    return counts
 
 
 def converted(values: Array, dtype: np.dtype[Any]) -> Array:

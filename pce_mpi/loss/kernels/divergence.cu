@@ -62,7 +62,7 @@ struct RowDivergence {
   }
 };
 
-__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     sum_divergences(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
                     const RowGradient* p_rows, const RowGradient* q_rows, const double* delta, const double* rest,
                     double scale, bool single, int64_t classes, bool jensen_shannon, DivergenceSums* sums) {
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS)
 }
 
 // `out` may be the logits of either.
-__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     write_divergence_gradient(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
                               const RowGradient* p_rows, const RowGradient* q_rows, const double* delta,
                               const double* rest, double scale, bool single, int64_t classes, int of, const double* slope,
