@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from pce_mpi.loss.kernels import compilation
-from pce_mpi.loss.kernels.launch_config import GENERAL_RESIDENT_THREADS, RESIDENT_THREADS
+from pce_mpi.loss.kernels.launch_config import RESIDENT_THREADS, ROW_RESIDENT_THREADS
 
 # A multiprocessor has 65,536 registers.
 REGISTERS = 65536
@@ -123,15 +123,22 @@ def test_every_kernel_compiles(reports):
     assert failed == []
 
 
-def test_kernels_spill_nothing_and_fit_resident_threads(reports):
+# Kernels with a thread for each row.
+OF_ROWS = {"losses.cu", "merge.cu", "row_softmax.cu", "statistics.cu"}
+# With fewer threads and all in registers loops with options were slower, on an H200.
+MOST_BYTES_IN_MEMORY = 340
+
+
+def test_kernels_fit_resident_threads_and_spill_little(reports):
     for kernel, architecture, registers, in_memory, *_ in reports:
-        print(f"{kernel.name:65} sm_{architecture} {max(registers)} registers")
-        without_options = kernel in compilation.LOOPS and ", 0>" in kernel.name
-        threads = RESIDENT_THREADS if without_options else GENERAL_RESIDENT_THREADS
+        print(f"{kernel.name:65} sm_{architecture} {max(registers)} registers, {max(in_memory)} bytes")
+        threads = ROW_RESIDENT_THREADS if kernel.file in OF_ROWS else RESIDENT_THREADS
         assert registers, kernel
         assert max(registers) <= REGISTERS // threads, (kernel, architecture, registers)
-        # A stack would be an array that is indexed while the kernel runs.
-        assert not any(in_memory), (kernel, architecture, in_memory)
+        has_options = kernel.file.startswith("general") or (
+            kernel in compilation.LOOPS and not re.search("(PLAIN|SCALED), 0>", kernel.name)
+        )
+        assert max(in_memory) <= (MOST_BYTES_IN_MEMORY if has_options else 0), (kernel, architecture, in_memory)
 
 
 def test_no_arithmetic_flushes_subnormal_numbers(reports):

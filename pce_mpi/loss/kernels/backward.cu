@@ -106,7 +106,7 @@ class FullGradient {
 // dx_c = factor exp(z_c), and what follows from it with FIELDS. The column held apart gets `held_gradient`, and rows that
 // are not valid get 0. `out` may be the logits; otherwise its rows have the same alignment as theirs.
 template <typename T, Way way, int FIELDS>
-__global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<way, FIELDS> / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     write_gradient(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size, T* out,
                    int64_t out_pitch, const RowGradient* gradients, double scale) {
   constexpr int WIDTH = Storage<T>::width;

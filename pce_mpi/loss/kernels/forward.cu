@@ -267,7 +267,7 @@ class Exponentials {
 // `states` is (rows, splits, words). FIELDS are those of `fields` that change the loop: WEIGHTED_LOGIT, with the weight 1
 // for all classes, HOLD_LARGEST, or this and ENTROPY. The last three come without a scale.
 template <typename T, Way way, int FIELDS>
-__global__ void __launch_bounds__(BLOCK_THREADS, LOOP_THREADS<way, FIELDS> / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     fill_states(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
                 const int64_t* target_column, const double* weight, double scale, int fields, uint64_t* states,
                 int64_t class_start) {

@@ -7,7 +7,7 @@ namespace pce {
 // dx_c = factor exp(z_c) - weight_factor u_c, or that of statistics, times the slope of the softcap; classes held get
 // `held_gradient` in place of the difference. Rows that are not valid get 0. `out` may be the logits.
 template <typename T, typename Arithmetic>
-__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     write_general_gradient(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
                            void* out, int64_t out_pitch, const RowGradient* gradients, double scale, int fields,
                            int out_dtype, double softcap, const double* weight, const void* probabilities,

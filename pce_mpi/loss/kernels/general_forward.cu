@@ -38,7 +38,7 @@ __device__ __forceinline__ void add(State& state, double x, double u, int64_t at
 
 // `states` is (rows, splits, words). `target_column` may be null.
 template <typename T, typename Arithmetic>
-__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     fill_general_states(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
                         const int64_t* target_column, const double* weight, double scale, int fields,
                         uint64_t* states, double softcap, const void* probabilities, int probability_dtype,

@@ -6,7 +6,7 @@ namespace pce {
 
 // `valid` is null if all rows count. `losses` has all losses, and then the weights of the rows.
 template <class Arithmetic>
-__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_losses(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                     const uint64_t* class_weights, double m1, double m2, double m3, const bool* valid, double smoothing,
                     double share, double z_loss, double* losses) {
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOC
 
 // `columns` may be null, and so may `divisor`, which is then 1.
 template <class Arithmetic>
-__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_gradients(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                        const uint64_t* class_weights, double m1, double m2, double m3, const bool* valid,
                        double smoothing, double share, double z_loss, const int64_t* columns, const void* upstream,

@@ -7,7 +7,7 @@ namespace pce {
 static_assert(2 * MERGE_BLOCK_THREADS <= BLOCK_THREADS, "shared memory has two states for each thread");
 
 template <class Arithmetic>
-__global__ void __launch_bounds__(MERGE_BLOCK_THREADS, GENERAL_RESIDENT_THREADS / MERGE_BLOCK_THREADS)
+__global__ void __launch_bounds__(MERGE_BLOCK_THREADS, ROW_RESIDENT_THREADS / MERGE_BLOCK_THREADS)
     merge_states(const uint64_t* split_states, int64_t rows, int splits, double scale, double softcap, int fields,
                  uint64_t* states) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (MERGE_BLOCK_THREADS / WARP_SIZE) + threadIdx.x / WARP_SIZE;

@@ -7,10 +7,6 @@ namespace pce {
 // z is a logit itself, or its product with a scale that is a float32, or with any other one, in float64.
 enum Way { PLAIN, SCALED, SCALED_IN_DOUBLE };
 
-// How many threads of a loop over vectors must fit on a multiprocessor at once.
-template <Way way, int FIELDS>
-constexpr int LOOP_THREADS = FIELDS == 0 ? RESIDENT_THREADS : GENERAL_RESIDENT_THREADS;
-
 // 2^-896 v, for a finite v, from its bits: a conversion takes as long as 16 additions.
 constexpr double RAISED = 0x1p896;
 __device__ __forceinline__ double lowered(float v) {

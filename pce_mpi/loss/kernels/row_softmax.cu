@@ -4,7 +4,7 @@
 namespace pce {
 
 template <class Arithmetic>
-__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_softmax(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                      const uint64_t* class_weights, double m1, double m2, double m3, RowSoftmax* softmax) {
   const int64_t row = row_of_thread();

@@ -6,7 +6,7 @@ namespace pce {
 
 // `valid` is null if all rows count. `statistics` has one row for each member of `RowStatistics`.
 template <class Arithmetic>
-__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_statistics(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                         const uint64_t* class_weights, const bool* valid, void* statistics, int dtype,
                         int64_t* argmax) {
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOC
 
 // `columns` is null without targets; each upstream gradient is that of `Upstream`.
 template <class Arithmetic>
-__global__ void __launch_bounds__(BLOCK_THREADS, GENERAL_RESIDENT_THREADS / BLOCK_THREADS)
+__global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_statistics_gradients(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                               const uint64_t* class_weights, const bool* valid, const int64_t* columns,
                               int64_t class_start, int64_t classes, const void* log_prob, int log_prob_dtype,
