@@ -9,7 +9,7 @@ enum Way { PLAIN, SCALED, SCALED_IN_DOUBLE };
 
 // How many threads of a loop over vectors must fit on a multiprocessor at once.
 template <Way way, int FIELDS>
-constexpr int LOOP_THREADS = FIELDS == 0 ? RESIDENT_THREADS : GENERAL_RESIDENT_THREADS;
+constexpr int LOOP_THREADS = FIELDS == 0 && way != SCALED_IN_DOUBLE ? RESIDENT_THREADS : GENERAL_RESIDENT_THREADS;
 
 // 2^-896 v, for a finite v, from its bits: a conversion takes as long as 16 additions.
 constexpr double RAISED = 0x1p896;
@@ -27,16 +27,16 @@ struct Reduced {
 
 template <Way way>
 class Reduction {
-  // The magic numbers round to an integer, ties to even, and add an even number to n.
+  // They round to an integer, ties to even, and add an even number to n.
   float scale_, magic_;
   double factor_, wide_magic_;
 
  public:
   __device__ __forceinline__ explicit Reduction(double scale, int more = 0)
       : scale_(narrow(scale)),
-        magic_(sum32(MAGIC32, static_cast<float>(more))),
+        magic_(from_bits(static_cast<uint32_t>(MAGIC32_BITS + more))),
         factor_(scale * RAISED),
-        wide_magic_(MAGIC + static_cast<double>(MAGIC32_BITS + more)) {}
+        wide_magic_(from_bits(static_cast<uint64_t>(MAGIC_BITS + MAGIC32_BITS + more))) {}
 
   // z of a logit that was `lowered`, without a rounding error if the scale is a float32.
   __device__ __forceinline__ double factor() const { return way == PLAIN ? RAISED : factor_; }
