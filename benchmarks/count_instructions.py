@@ -96,7 +96,7 @@ def blocks_of(code: str) -> list[Block]:
         following = [starts[target[1]]] if target and target[1] in starts else []
         if last.startswith("@") or not re.search(r"\b(BRA|EXIT|RET)\b", last):
             following.append(number + 1)
-        arithmetic = sum(("FFMA" in each) + 2 * bool(re.match(r".*(F2F\.|F2I|FADD.*RZ)", each)) for each in body)
+        arithmetic = sum(("FFMA" in each) + 2 * bool(re.match(r".*(F2F\.|F2I)", each)) for each in body)
         blocks.append(Block(len(body), arithmetic, [block for block in following if block < len(bodies)]))
     return blocks
 

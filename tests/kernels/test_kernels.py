@@ -141,7 +141,7 @@ def test_gradient_of_another_dtype_is_rounded_once(cuda, out_dtype):
         assert_equal(out[:, :, 0], expected_gradient(problem, rows, out_dtype))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5, 2.0**-20])
+@pytest.mark.parametrize("scale", [1.0, 0.5, 2.0**-20, 0.7])
 @pytest.mark.parametrize("offset", [2040.0, 2047.5, 2100.0, -1840.0, -1900.0, -2050.0, 1e5, -1e30, 3e38])
 def test_logits_at_ends_of_fast_way(cuda, offset, scale):
     # Beside them logits around 0 and masked ones, so that threads of one row go different ways.
@@ -153,6 +153,35 @@ def test_logits_at_ends_of_fast_way(cuda, offset, scale):
         logits = np.clip(np.sort(z, axis=1) if ordered else z, None, 3e38 * scale) / scale
         problem = Problem(logits.astype(np.float32), np.array([3, 2499, 70]), transform=Transform(scale))
         check_everything(cuda, problem, 8)
+
+
+def check_scales_beyond_float32(cuda, dtypes=DTYPES[:3]):
+    # z is near 0, or as far as the fast way goes and farther; a logit has any size, also that of a subnormal number.
+    for dtype, scale in itertools.product(dtypes, (0.7, 1 / 3, 1e-3, 64.1, 1e-19, 1e19)):
+        rng, width = np.random.default_rng(9), 16 // dtype.itemsize
+        z = rng.normal(0, 3, (7, 40 * width + 3))
+        z[1], z[2], z[3] = z[1] * 300, z[2] * 1e6, z[3] + 2040.0
+        z[3, ::2] = -1850.0
+        z[4, ::3] = -np.inf
+        with np.errstate(over="ignore", under="ignore"):
+            logits = (z / scale).astype(dtype)
+            logits[6] = (rng.normal(0, 1, z.shape[1]) * 10.0 ** rng.integers(-46, 0, z.shape[1])).astype(dtype)
+            # Their n ends in 32 bits that could be those of the largest logit.
+            logits[4, 1:40:3] = (np.arange(1, 14) * -(2.0**32) * np.log(2) / scale).astype(dtype)
+        logits[0, 5], logits[5, 9] = -0.0, np.nan
+        columns = np.array([0, width - 1, width, 2 * width - 1, 39 * width, -1, z.shape[1] - 1])
+        for fields in ("plain", "weighted"):
+            check_everything(cuda, Problem(logits, columns, FIELDS[fields], transform=Transform(scale)), 9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_scales_beyond_float32_have_bits_of_definition(cuda, monkeypatch, dtype):
+    launched, launch = set(), cuda._launch
+    monkeypatch.setattr(cuda, "_launch", lambda kernel, *given: (launched.add(kernel), launch(kernel, *given)))
+    check_scales_beyond_float32(cuda, [dtype])
+    loops = {compilation.loop(name, dtype.name, "SCALED_IN_DOUBLE", 0) for name in ("fill_states", "write_gradient")}
+    assert loops <= launched
+    assert not any("fill_general_states" in kernel.name for kernel in launched)
 
 
 def check_entropies_on_grids(cuda, dtype):

@@ -21,6 +21,7 @@ from kernels.test_kernels import (
     check_entropies_beside_far_logits,
     check_entropies_on_grids,
     check_large_elements,
+    check_scales_beyond_float32,
     check_statistics_beside_huge_logit,
 )
 from pce_mpi.loss.kernels import compilation
@@ -90,8 +91,16 @@ def check_far(cuda):
     check_entropies_beside_far_logits(cuda, np.dtype(np.float32))
 
 
-def check_backward(cuda, config=None, fields="plain"):
-    for problem, strided in few_rows(fields):
+def check_any_scale(cuda):
+    check_scales_beyond_float32(cuda, [np.dtype(np.float32)])
+
+
+def check_forward_of_any_scale(cuda):
+    check_forward(cuda, scale=0.7)
+
+
+def check_backward(cuda, config=None, fields="plain", scale=1.0):
+    for problem, strided in few_rows(fields, scale):
         rows = rows_of(problem, 1)
         rows.view(np.int64)[:, ROW_GRADIENT["valid"]] = 1, 1, 1, 0
         with pytest.MonkeyPatch.context() as patch:
@@ -103,6 +112,10 @@ def check_backward(cuda, config=None, fields="plain"):
 
 def check_backward_of_two_warps(cuda):
     check_backward(cuda, LaunchConfig(64, 128, 2**14, 1, 2))
+
+
+def check_backward_of_any_scale(cuda):
+    check_backward(cuda, scale=0.7)
 
 
 def check_backward_of_smoothing(cuda):
@@ -142,6 +155,13 @@ FAULTS = [
     (check_forward, "groups.cuh", "sum.raise(reduce(sum.grid,", "(void)(reduce(sum.grid,"),
     (check_forward, "groups.cuh", "for (int i = 1; i < warps; ++i) value", "for (int i = 2; i < warps; ++i) value"),
     (check_forward, "groups.cuh", "__syncthreads();\n  value = warp_values[first]", "value = warp_values[first]"),
+    (check_any_scale, "forward.cu", "|| way == SCALED_IN_DOUBLE ? maximum", "? maximum"),
+    (check_forward_of_any_scale, "forward.cu", ": -4096.0f", ": -4.0f"),
+    (check_forward_of_any_scale, "reduction.cuh", "0x8fffffffffffffff", "0xffffffffffffffff"),
+    (check_any_scale, "reduction.cuh", "- k * LO", ""),
+    (check_any_scale, "reduction.cuh", "factor_(scale * RAISED)", "factor_(wide(narrow(scale)) * RAISED)"),
+    (check_backward_of_any_scale, "reduction.cuh", "MAGIC32_BITS + more))) {}", "MAGIC32_BITS))) {}"),
+    (check_backward_of_any_scale, "backward.cu", "(154 + exponent) / scale", "(154 + exponent)"),
     (check_smoothing, "forward.cu", "load(start, 0);", "load(start, 0x3c003c00);"),
     (check_smoothing, "forward.cu", "magnitude(sum) <= 0x1p16", "magnitude(sum) <= 0x1p60"),
     (check_smoothing, "forward.cu", "if (largest_ >= 1.0f)", "if (largest_ >= 0.1f)"),
@@ -167,7 +187,7 @@ FAULTS = [
     (check_general, "merge.cu", "int split = lane;", "int split = lane + 1;"),
     (check_backward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),
     (check_backward, "backward.cu", "span.index_of(held) % group_size", "0"),
-    (check_backward, "backward.cu", "exponent - odd", "exponent"),
+    (check_backward, "backward.cu", "exponent_of(row) & ~1", "exponent_of(row)"),
     (check_backward, "backward.cu", "(154 + exponent)", "(100 + exponent)"),
     (check_backward, "backward.cu", "Vector{0, 0, 0, 0}", "Vector{0, 0, 0, 1}"),
     (check_backward_of_smoothing, "backward.cu", "wide(gradient) - weight_factor_", "wide(gradient)"),

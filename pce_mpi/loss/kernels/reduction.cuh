@@ -14,41 +14,37 @@ __device__ __forceinline__ double lowered(float v) {
   return from_bits(static_cast<uint64_t>(word * (1 << 29)) & 0x8fffffffffffffff);
 }
 
-// n + MAGIC32_BITS, z - n log 2 and, if z is a product in float64, this and its rounding error.
+// n + MAGIC32_BITS and z - n log 2.
 struct Reduced {
   uint32_t n;
   float rest;
-  Pair z;
 };
 
 template <Way way>
 class Reduction {
-  // The magic numbers round to an integer, ties to even, and add an even number to n.
+  // They round to an integer, ties to even, and add an even number to n.
   float scale_, magic_;
   double factor_, wide_magic_;
 
  public:
   __device__ __forceinline__ explicit Reduction(double scale, int more = 0)
       : scale_(narrow(scale)),
-        magic_(sum32(MAGIC32, static_cast<float>(more))),
+        magic_(from_bits(static_cast<uint32_t>(MAGIC32_BITS + more))),
         factor_(scale * RAISED),
-        wide_magic_(MAGIC + static_cast<double>(MAGIC32_BITS + more)) {}
-
-  // z of a logit that was `lowered`, without a rounding error if the scale is a float32.
-  __device__ __forceinline__ double factor() const { return way == PLAIN ? RAISED : factor_; }
+        wide_magic_(from_bits(static_cast<uint64_t>(MAGIC_BITS + MAGIC32_BITS + more))) {}
 
   // Of a logit up to 2,047; in float64 also |z| is below 2^20.
   __device__ __forceinline__ Reduced operator()(float v) const {
     if (way == SCALED_IN_DOUBLE) {
       const double x = lowered(v), z = factor_ * x, low = __fma_rn(factor_, x, -z);
       const double shifted = z * LOG2E + wide_magic_, k = shifted - wide_magic_;
-      return {static_cast<uint32_t>(bits(shifted)), narrow((__fma_rn(-k, HI, z) - k * LO) + low), {z, low}};
+      return {static_cast<uint32_t>(bits(shifted)), narrow((__fma_rn(-k, HI, z) - k * LO) + low)};
     }
     float k = fma32(way == SCALED ? product32(v, scale_) : v, LOG2E32, magic_);
     const uint32_t n = bits(k);
     k = sum32(k, -magic_);
     const float f = way == SCALED ? fma32(v, scale_, product32(k, -HI32)) : fma32(k, -HI32, v);
-    return {n, fma32(k, -LO32, f), {}};
+    return {n, fma32(k, -LO32, f)};
   }
 };
 
