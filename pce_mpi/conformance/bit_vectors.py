@@ -24,10 +24,9 @@ from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.orders import KIT
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.plain import made, plain
+from pce_mpi.conformance.problems import Array
 from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
 from pce_mpi.loss.kernels.elementary import VERSION
-
-Array = np.ndarray[Any, Any]
 
 _FORMAT = {"format": "pce_mpi bits", "arithmetic": VERSION}
 _INDEX = "index.json"

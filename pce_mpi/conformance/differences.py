@@ -15,14 +15,13 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.pieces import each_piece, pieces
+from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.recordings import Recording
 from pce_mpi.conformance.units import coarsest
 from pce_mpi.loss import class_statistics
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.truncation import Limits, nucleus_of
-
-Array = np.ndarray[Any, Any]
 
 # The options of the second recording that have a part.
 _READ = {"logits_dtype", "logit_scale", "num_classes", *Limits._fields}

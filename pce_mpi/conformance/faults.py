@@ -12,7 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from pce_mpi.conformance.textbook import Array, Textbook
+from pce_mpi.conformance.problems import Array
+from pce_mpi.conformance.textbook import Textbook
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,11 @@ from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.outcomes import Accuracy, Finding
 from pce_mpi.conformance.pieces import Piece, each_piece, exact_numbers, pieces
-from pce_mpi.conformance.problems import Problem, row_name
+from pce_mpi.conformance.problems import Array, Problem, row_name
 from pce_mpi.conformance.recorded_causes import LEAST_ROWS, dtype_of_rounded, fitted_scale
 from pce_mpi.conformance.recordings import NUMBERS, Recording
 from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.conformance.units import Tolerance, allowed, coarsest, finest, ulp
-
-Array = np.ndarray[Any, Any]
 
 _USUAL = Tolerance()
 # What the kit says of a function is said of a tensor.

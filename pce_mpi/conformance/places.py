@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
+from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.textbook import Textbook
-
-Array = np.ndarray[Any, Any]
 
 # Whether all these numbers are those: within what rounding in another order explains.
 Close = Callable[[Array], bool]

@@ -234,6 +234,12 @@ class Problem:
         return self.kind.exact(self)
 
     @property
+    def upstream(self) -> Array:
+        """The upstream gradient in float64, to be multiplied with the logits' gradient."""
+        upstream = np.ones(()) if self.dloss is None else self.dloss.astype(np.float64)
+        return np.expand_dims(upstream, self.axis) if upstream.ndim else upstream
+
+    @property
     def gradients(self) -> tuple[str, ...]:
         """The names of the gradients that are due."""
         if self.operands is None:
@@ -262,9 +268,9 @@ class Problem:
         hidden, w, bias = _wide(self.operands, compute_dtype_of(self.dtype))
         return replace(self, logits=(hidden @ w + bias).astype(np.float64).reshape(self.logits.shape))
 
-    def rank_of(self, number: int) -> int:
-        """Return the rank whose shard has a class."""
-        return int(np.searchsorted(self.splits, number, side="right")) - 1
+    def rank_of(self, numbers: Any) -> Any:
+        """Return the rank whose shard has a class, or those of several classes."""
+        return np.searchsorted(self.splits, numbers, side="right") - 1
 
     def row_name(self, row: int) -> str:
         """Name a row in a message."""

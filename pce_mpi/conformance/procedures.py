@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.arrays import as_array, library_named, to_host
+from pce_mpi.conformance.adapters.torch_tensors import tensor_of
 from pce_mpi.conformance.bits import difference
 from pce_mpi.conformance.cases import grid
 from pce_mpi.conformance.judging import Answer, answered
 from pce_mpi.conformance.kinds.step_problem import Step
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Finding
-from pce_mpi.conformance.problems import Problem, stored
+from pce_mpi.conformance.problems import Array, Problem, stored
 from pce_mpi.conformance.results import BadResult, gradients_of, results_of
 from pce_mpi.conformance.texts import meant
 from pce_mpi.memory import shares_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-Array = np.ndarray[Any, Any]
 
 
 _NTH = ("first", "second")
@@ -192,13 +191,7 @@ class _Watched:
 
 def _as_library(array: Array, library: str) -> Any:
     """Return `array` as an array of that library: on the same memory, or on the GPU."""
-    if library != "torch":
-        return library_named(library).asarray(array)
-    import torch
-
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return tensor_of(array) if library == "torch" else library_named(library).asarray(array)
 
 
 def _plain(trial: Trial) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.pieces import exact_numbers
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
 
 # Rounded logits explain numbers that are this much closer to theirs than to the exact ones.
 _CLOSER = 8.0

@@ -20,12 +20,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from pce_mpi.arrays import dtype_named, is_floating
+from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS
 from pce_mpi.distributed.tensor_files import TensorFile, names_shown, shown
 from pce_mpi.loss.options import Options, checked_numbers
 from pce_mpi.loss.problem import target_text
-
-Array = np.ndarray[Any, Any]
 
 # The results that are one number for a row.
 NUMBERS = ("loss", "log_prob", "entropy")

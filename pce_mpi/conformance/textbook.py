@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,6 @@ class Textbook:
             w = w / scale**2 if problem.conventions["temperature_squared"] else w
             lost = -(w * of_class).sum(axis=-1)
         smoothing = options.get("label_smoothing", 0.0)
-        upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
         z, slope = scale * x, np.full_like(x, scale)
         if softcap is not None:
             z, slope = np.where(np.isinf(x), x, softcap * np.tanh(z / softcap)), scale / np.cosh(z / softcap) ** 2
@@ -82,7 +79,7 @@ class Textbook:
             **softmax(z),
             total=np.zeros(rows),
             lost=lost,
-            g=np.broadcast_to(upstream.reshape(-1), (rows,)),
+            g=np.broadcast_to(problem.upstream.reshape(-1), (rows,)),
             divisor=divisor if problem.reduction == "mean" else 1.0,
         )
         return made.with_u(w * (q * (1.0 - smoothing) + smoothing / max(classes, 1)))

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.textbook import Textbook
-
-Array = np.ndarray[Any, Any]
 
 # Bits of the fraction, and the exponent of the smallest normal number.
 _FORMATS = {"float16": (10, -14), "bfloat16": (7, -126), "float32": (23, -126), "float64": (52, -1022)}

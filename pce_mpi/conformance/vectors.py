@@ -29,15 +29,13 @@ from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.orders import KIT, Orders
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, shaped
 from pce_mpi.conformance.plain import made, plain
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.running import settle
 from pce_mpi.conformance.terms import Gradient
 from pce_mpi.conformance.units import Tolerance
 from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import check
-
-Array = np.ndarray[Any, Any]
 
 _FORMAT = {"format": "pce_mpi conformance vectors", "version": 1}
 _INDEX = "index.json"

@@ -17,9 +17,7 @@ from pce_mpi.conformance.drawing import (
     rounded,
     uneven,
 )
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
 
 CASES = Cases()
 

@@ -12,9 +12,7 @@ import numpy as np
 from pce_mpi.conformance.cases import Setting
 from pce_mpi.conformance.declaring import Cases
 from pce_mpi.conformance.drawing import random_problem, rounded
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
 
 CASES = Cases(special=True)
 
@@ -49,10 +47,6 @@ def _or_a_third(rows: Array, classes: Array, masked: Any) -> Array:
     return np.where(rows % 2, (classes + rows) % 3 == 0, masked)
 
 
-def _shard_of(problem: Problem, classes: Array) -> Array:
-    return np.searchsorted(problem.splits, classes, side="right") - 1
-
-
 @CASES.case("masked-shard/last")
 def _last_shard(setting: Setting) -> Problem:
     """A shard of -inf alone: its own maximum is -inf, and -inf - -inf is nan (TransformerEngine, flash-attention)."""
@@ -64,7 +58,7 @@ def _shard_by_row(setting: Setting) -> Problem:
     """A shard of -inf alone, where every rank has rows that are masked on it and rows that are not."""
 
     def which(problem: Problem, rows: Array, classes: Array) -> Array:
-        return _or_a_third(rows, classes, _shard_of(problem, classes) == rows // 2 % problem.ranks)
+        return _or_a_third(rows, classes, problem.rank_of(classes) == rows // 2 % problem.ranks)
 
     return _masked(setting, which)
 
@@ -82,7 +76,7 @@ def _first_block(setting: Setting) -> Problem:
     """
 
     def which(problem: Problem, rows: Array, classes: Array) -> Array:
-        local = classes - np.asarray(problem.splits)[_shard_of(problem, classes)]
+        local = classes - np.asarray(problem.splits)[problem.rank_of(classes)]
         return np.asarray((local < 32_768) & ((rows == 0) | (local % 256 > 0)))
 
     return _masked(replace(setting, classes=33_000 * setting.ranks), which)

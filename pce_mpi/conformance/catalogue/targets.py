@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from pce_mpi.conformance.cases import Expects, Setting
 from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
 from pce_mpi.conformance.drawing import even, option_values, random_problem, random_targets, rounded, uneven
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.terms import OPTIONS, Gradient
-
-Array = np.ndarray[Any, Any]
 
 CASES = Cases()
 
@@ -69,10 +66,9 @@ def _ignored_unevenly(setting: Setting) -> Problem:
     ranks, is wrong.
     """
     problem = random_problem(setting, uneven(setting), options=_IGNORED)
-    owner = np.searchsorted(problem.splits, problem.targets, side="right") - 1
     targets = problem.targets.copy()
     first, last = problem.splits[0], problem.splits[-1] - 1
-    targets[owner != problem.ranks - 1] = setting.ignore_index
+    targets[problem.rank_of(targets) != problem.ranks - 1] = setting.ignore_index
     targets[:3] = (last, last, first)[: targets[:3].size]
     return replace(problem, targets=targets)
 

@@ -12,9 +12,9 @@ from pce_mpi.conformance.cases import Setting
 from pce_mpi.conformance.declaring import Cases
 from pce_mpi.conformance.drawing import random_problem, rounded
 from pce_mpi.conformance.faults import Faults, Given, all_ranks, of_gradient
-from pce_mpi.conformance.problems import Kind, Problem
+from pce_mpi.conformance.problems import Array, Kind, Problem
 from pce_mpi.conformance.terms import DTYPES, REDUCTIONS
-from pce_mpi.conformance.textbook import Array, Textbook, softmax
+from pce_mpi.conformance.textbook import Textbook, softmax
 from pce_mpi.conformance.texts import meant
 
 
@@ -45,9 +45,7 @@ def of_problem(problem: Problem, student: Array, teacher: Array) -> tuple[Array,
         axis=problem.axis,
     )
     factor = temperature**2 if problem.conventions["temperature_squared"] else 1.0
-    upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
-    slope = factor * (np.expand_dims(upstream, problem.axis) if upstream.ndim else upstream)
-    return np.asarray(found.divergence) * factor, found.dstudent * slope
+    return np.asarray(found.divergence) * factor, found.dstudent * (factor * problem.upstream)
 
 
 def _exact(problem: Problem) -> tuple[Array, Array]:

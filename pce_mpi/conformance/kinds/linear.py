@@ -19,8 +19,8 @@ from pce_mpi.conformance.faults import Faults, all_ranks
 from pce_mpi.conformance.kinds.entropy import ENTROPY
 from pce_mpi.conformance.kinds.log_prob import LOG_PROB
 from pce_mpi.conformance.kinds.loss import LOSS
-from pce_mpi.conformance.problems import Kind, Operands, Problem
-from pce_mpi.conformance.textbook import Array, Textbook, softmax
+from pce_mpi.conformance.problems import Array, Kind, Operands, Problem
+from pce_mpi.conformance.textbook import Textbook, softmax
 from pce_mpi.exact.products import product
 
 # Tiles of the vocabulary that kernels have.

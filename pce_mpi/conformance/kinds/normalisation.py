@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.conformance.kinds.step_problem import Step
-from pce_mpi.conformance.problems import Problem
-from pce_mpi.conformance.textbook import Array, Textbook
+from pce_mpi.conformance.problems import Array, Problem
+from pce_mpi.conformance.textbook import Textbook
 
 # Whether two arrays are the same, but for rounding.
 _Same = Callable[[Any, Any], bool]

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
 
 # A gradient that is that far from any multiple of the due one gives its token no weight, by the bytes of a logit.
 _OFF = {2: 0.05, 4: 1e-3, 8: 1e-3}
