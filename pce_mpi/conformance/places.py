@@ -10,6 +10,7 @@ import numpy as np
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.textbook import Textbook
+from pce_mpi.conformance.units import known
 
 # Whether all these numbers are those: within what rounding in another order explains.
 Close = Callable[[Array], bool]
@@ -22,11 +23,8 @@ _COARSER = {"float64": ("bfloat16", "float16", "float32"), "float32": ("bfloat16
 
 def rounded_to(b: Textbook, name: str, got: Array, distance: Callable[[Array], float], truth: Array) -> str | None:
     """Return the coarser dtype that every entry is rounded to, in a sentence; None if there is none."""
-    for dtype in _COARSER.get(b.problem.dtype.name, ()):
-        try:
-            narrow = dtype_named(dtype)
-        except TypeError:
-            continue  # bfloat16, without ml_dtypes
+    for dtype in filter(known, _COARSER.get(b.problem.dtype.name, ())):
+        narrow = dtype_named(dtype)
 
         def kept(array: Array, narrow: Any = narrow) -> bool:
             return bool((array.astype(narrow).astype(np.float64) == array)[np.isfinite(got)].all())

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-_NTH = ("first", "second")
-
-
 @dataclass
 class Trial:
     """One rank's part of a case.
@@ -218,11 +215,11 @@ def _two(trial: Trial, *, at_once: bool) -> None:
     before = first.answer()
     second = trial.call(1, backward=not at_once)
     first.compare(before)
-    for which, (call, answer) in enumerate(((first, before), (second, second.answer()))):
+    for which, nth, call, answer in ((0, "first", first, before), (1, "second", second, second.answer())):
         if at_once:
             call.backward()
             answer = call.answer()
-        trial.judge(answer, which, f"{_NTH[which]} of two losses")
+        trial.judge(answer, which, f"{nth} of two losses")
         call.check()
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.textbook import Textbook
 
@@ -56,6 +56,15 @@ def coarsest(*dtypes: str) -> str:
 def finest(*dtypes: str) -> str:
     """Return the dtype with the most bits in its fraction."""
     return max(dtypes, key=lambda dtype: _FORMATS[dtype][0])
+
+
+def known(dtype: str) -> bool:
+    """Return False for bfloat16 without ml_dtypes."""
+    try:
+        dtype_named(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 class Units(NamedTuple):

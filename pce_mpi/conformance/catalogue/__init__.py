@@ -30,13 +30,12 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
         if dtype not in DTYPES:
             raise ValueError(f"dtypes must be among {', '.join(DTYPES)}, got {dtype!r}")
     offered = DTYPES if offer is None else offer.dtypes
-    main = next((dtype for dtype in DTYPES if dtype in offered and dtype in wanted), wanted[0])
+    usable = [dtype for dtype in DTYPES if dtype in offered and dtype in wanted] or wanted[:1]
     kind = KINDS["loss" if offer is None else offer.kind]
-    every = [case for module in _FAMILIES if kind.shared_cases for case in module.CASES.of(main)]
-    every += () if kind.cases is None else kind.cases.of(main)
+    every = [case for module in _FAMILIES if kind.shared_cases for case in module.CASES.of(usable[0])]
+    every += () if kind.cases is None else kind.cases.of(usable[0])
     if large:
-        smallest = next((dtype for dtype in reversed(DTYPES) if dtype in offered and dtype in wanted), wanted[0])
-        every += shapes.LARGE.of(smallest)
+        every += shapes.LARGE.of(usable[-1])
     found = [
         case
         for case in dict.fromkeys(every)
