@@ -232,7 +232,9 @@ class Judge:
         logits = recording.logits(rows)
         declared = recording.options.get("logits_dtype") if recording.has("hidden") else None
         natural = compute_dtype_of(recording.dtype)
-        if own is not None and (scale := self._fitted_scale(name, rows[wrong[rows]])):
+        reduction = recording.reduction if name == "loss" else "none"
+        by_row = reduction == "none"
+        if own is not None and by_row and (scale := self._fitted_scale(name, rows[wrong[rows]])):
             temperature = recording.options.get("logit_scale", 1.0) / scale
             own.text = (
                 f"the logits were divided by a temperature of {temperature:.4g} more: where that is meant, "
@@ -240,14 +242,13 @@ class Judge:
             )
             return [own]
         if recording.has("hidden"):
-            if own is not None and (dtype := self._dtype_of_rounded(name, rows, logits)):
+            if own is not None and by_row and (dtype := self._dtype_of_rounded(name, rows, logits)):
                 due = f", not to {declared}," if declared else ""
                 own.text = f"the logits are rounded to {dtype}{due} before the softmax ({own.text})"
                 return [own]
             logits = self._rounded_as_declared(logits).astype(natural)
-        reduction = recording.reduction if name == "loss" else "none"
         # A mean or sum over all rows says nothing of some.
-        alone = reduction != "none" and len(rows) < recording.rows
+        alone = not by_row and len(rows) < recording.rows
         problem = self._problem(name, rows, logits, "none" if alone else reduction)
         if recording.has(name) and not alone:
             losses = [each if each.ndim == 0 else each[rows] for each in recording.losses(name)]
@@ -274,8 +275,6 @@ class Judge:
         return np.unique(np.concatenate([worst, *some]).astype(np.int64))
 
     def _fitted_scale(self, name: str, rows: Array) -> float | None:
-        if name == "loss" and self._recording.reduction != "none":
-            return None
         rows = rows[np.isfinite(self._exact[name][rows])]
         if len(rows) < LEAST_ROWS:
             return None
@@ -283,8 +282,6 @@ class Judge:
         return fitted_scale(name, problem, self._recording.losses(name)[0][rows])
 
     def _dtype_of_rounded(self, name: str, rows: Array, logits: Array) -> str | None:
-        if name == "loss" and self._recording.reduction != "none":
-            return None
         natural = compute_dtype_of(self._recording.dtype).name
         declared = self._recording.options.get("logits_dtype", natural)
         dtypes = [dtype for dtype in ("bfloat16", "float16", natural) if dtype != declared]

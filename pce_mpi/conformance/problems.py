@@ -35,7 +35,7 @@ class Kind:
     noun, plural         the words for what it gives for a row
     exact                the exact numbers of a problem and, for `dloss`, the gradient of the logits; all classes
     sizes                of a textbook: how large the summands of both are, as `units` says
-    faults               of a textbook: what projects have shipped, as in `faults`
+    faults               of a textbook: what projects have shipped, as in `textbook`
     told                 what to declare where the numbers of another kind turn out to be these
     options, reductions  those that it may take
     arrays               the names of what it is called with: this rank's logits, or their factors; and targets, or a
@@ -66,7 +66,7 @@ class Kind:
     beside: Callable[[Problem, Sequence[Any]], str | None] = lambda problem, answers: None
     fitted: Callable[[Problem, int], Problem] = lambda problem, seed: problem
     shared_cases: bool = True
-    cases: Any = None  # `declaring.Cases`, as those are made of problems
+    cases: Any = None  # `cases.Cases`, as those are made of problems
     without: tuple[str, ...] = ()
     catches: Mapping[str, str] = field(default_factory=dict)
 

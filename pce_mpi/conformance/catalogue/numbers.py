@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
+from pce_mpi.conformance.cases import EACH_REDUCTION, Cases, Setting, table
 from pce_mpi.conformance.drawing import (
     even,
     generator,

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting
 from pce_mpi.conformance.drawing import random_problem, rounded
 from pce_mpi.conformance.problems import Array, Problem
 

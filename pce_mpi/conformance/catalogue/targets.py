@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Expects, Setting
-from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
+from pce_mpi.conformance.cases import EACH_REDUCTION, Cases, Expects, Setting, table
 from pce_mpi.conformance.drawing import even, option_values, random_problem, random_targets, rounded, uneven
 from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.terms import OPTIONS, Gradient

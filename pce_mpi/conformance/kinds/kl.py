@@ -8,13 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting
 from pce_mpi.conformance.drawing import random_problem, rounded
-from pce_mpi.conformance.faults import Faults, Given, all_ranks, of_gradient
 from pce_mpi.conformance.problems import Array, Kind, Problem
 from pce_mpi.conformance.terms import DTYPES, REDUCTIONS
-from pce_mpi.conformance.textbook import Textbook, softmax
+from pce_mpi.conformance.textbook import Faults, Given, Textbook, all_ranks, of_gradient, softmax
 from pce_mpi.conformance.texts import meant
 
 

@@ -8,8 +8,7 @@ from itertools import chain
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.conformance.cases import Setting, grid
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting, grid
 from pce_mpi.conformance.drawing import normal_logits, random_targets, rounded
 from pce_mpi.conformance.kinds.normalisation import tell, tell_losses
 from pce_mpi.conformance.kinds.step_problem import Step

@@ -8,12 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting
 from pce_mpi.conformance.drawing import random_problem, uneven
-from pce_mpi.conformance.faults import Faults, Given
 from pce_mpi.conformance.problems import Array, Problem
-from pce_mpi.conformance.textbook import Textbook
+from pce_mpi.conformance.textbook import Faults, Given, Textbook
 
 CASES = Cases(options=("support",))
 

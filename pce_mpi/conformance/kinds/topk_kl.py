@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.conformance.faults import Faults, Given
 from pce_mpi.conformance.kinds import kl
 from pce_mpi.conformance.problems import Array, Kind, Problem
 from pce_mpi.conformance.terms import REDUCTIONS
-from pce_mpi.conformance.textbook import Textbook, softmax
+from pce_mpi.conformance.textbook import Faults, Given, Textbook, softmax
 from pce_mpi.conformance.texts import meant
 
 _LARGEST = 4
