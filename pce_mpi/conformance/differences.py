@@ -97,12 +97,8 @@ class Differences:
             z = heads[head][:, :classes]
             return np.asarray(class_statistics(z, targets, logit_scale=scales[scale], **known).log_prob)
 
-        numbers = [
-            log_prob(0, 0, first.classes),
-            log_prob(1, 0, first.classes),
-            log_prob(1, 1, first.classes),
-            log_prob(1, 1, self._classes),
-        ]
+        changes = (0, 0, first.classes), (1, 0, first.classes), (1, 1, first.classes), (1, 1, self._classes)
+        numbers = [log_prob(*each) for each in changes]
         for name, before, after in zip(("head", "temperature", "padded classes"), numbers, numbers[1:], strict=False):
             self.parts[name][rows] = after - before
         if any(limit is not None for limit in self._limits):

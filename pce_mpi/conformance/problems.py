@@ -23,7 +23,6 @@ Array = np.ndarray[Any, Any]
 # classes; the first columns of a wider array, whose other columns nobody may read; one element with strides of 0.
 Memory = Literal["C", "F", "strided", "padded", "expanded"]
 
-
 # The gradients of the factors of logits.
 PRODUCTS = ("dhidden", "dw", "dbias")
 
@@ -120,9 +119,8 @@ class Problem:
     axis                         the class axis
     conventions                  which numbers are meant, where there are several: fields of `Offer`
     dloss                        the upstream gradient, shaped as the loss; None: ones
-    memory                       the memory order of a shard of the logits: "C", "F", "strided" or "padded"
-    target_memory, dloss_memory  those of index targets and of the upstream gradient: "C", "strided" or, for equal
-                                 elements, "expanded"
+    memory                       the memory order of a shard of the logits, as `Memory` says
+    target_memory, dloss_memory  those of index targets and of the upstream gradient
     gathered                     every rank gets the logits of all classes, by mistake
     copies                       how many times a candidate gets these rows, one after the other
     may_be_nan                   (rows,) where PyTorch's dense function gives nan and `dense` a number: nan passes there

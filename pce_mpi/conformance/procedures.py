@@ -19,6 +19,7 @@ from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Finding
 from pce_mpi.conformance.problems import Array, Problem, stored
 from pce_mpi.conformance.results import BadResult, gradients_of, results_of
+from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.texts import meant
 from pce_mpi.memory import shares_memory
 
@@ -53,14 +54,26 @@ class Trial:
             call.backward()
         return call
 
-    def call_on_one_rank(self, comm: MPI.Intracomm) -> None:
-        """Call the candidate with all classes of each problem that has an answer; `comm` has this rank alone."""
-        for which in dict.fromkeys(which for which, _, _ in self.answers):
-            problem = self.problem(which)
-            call = _Call(self, replace(problem, splits=(0, problem.classes)), comm.rank)
-            call.run(comm)
-            call.backward()
-            self.on_one_rank[which] = call.answer()
+    def call_on_one_rank(self) -> None:
+        """Call the candidate with all classes of each problem that has an answer, on one rank.
+
+        On each rank: a candidate that sends to the others all the same does not hang.
+        """
+        from mpi4py import MPI
+
+        alone = MPI.COMM_SELF.Dup()
+        try:
+            for which in dict.fromkeys(which for which, _, _ in self.answers):
+                problem = self.problem(which)
+                call = _Call(self, replace(problem, splits=(0, problem.classes)), alone.rank)
+                call.run(alone)
+                call.backward()
+                self.on_one_rank[which] = call.answer()
+        except Exception as error:
+            text = error_text(error)
+            self.find("other bits", f"raised on one rank, with all classes, where several ranks returned: {text}")
+        finally:
+            alone.Free()
 
     def judge(self, answer: Answer, which: int = 0, name: str = "") -> None:
         """Leave `answer` to the judge; `name` says which of several it is."""

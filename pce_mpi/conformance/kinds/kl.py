@@ -77,11 +77,8 @@ def _given(b: Textbook, student: Array, teacher: Array, **conventions: object) -
 def times_ranks(b: Textbook) -> Faults:
     """Automodel, Model-Optimizer: an all-reduce whose backward sums what every rank has computed alike."""
     if (ranks := b.problem.ranks) > 1:
-        gradient = b.problem.row_major(b.problem.expected[1])
-        yield (
-            f"the gradient is {ranks} times too large: it is summed over the ranks once more",
-            of_gradient(ranks * gradient),
-        )
+        text = f"the gradient is {ranks} times too large: it is summed over the ranks once more"
+        yield text, of_gradient(ranks * b.problem.row_major(b.problem.expected[1]))
 
 
 def _faults(b: Textbook) -> Faults:
