@@ -134,9 +134,7 @@ def drawn(dtype: str, kind: str) -> tuple[Array, Array]:
 
 
 def judged(folder: str | os.PathLike[str], results: str | os.PathLike[str]) -> Report:
-    """Compare the bits in the safetensors file `results` with those of the vectors in `folder`.
-
-    For each result R of the vector NAME the file has NAME/R. A vector of which the file has no result is not offered.
+    """Compare the bits in the file `results` with those of the vectors in `folder`; `vectors.md` says what it has.
 
     Raises `FileNotFoundError` if there is no index or no file, and `ValueError` for a malformed index or file, for one
     of another arithmetic, and for results of no vector.

@@ -149,10 +149,7 @@ def _rows(b: Textbook) -> Iterator[tuple[str, Array]]:
 
 
 def _smallest(wrong: Array, sets: Iterator[tuple[str, Array]]) -> list[str]:
-    """Return the name of the smallest set that has all wrong numbers, if at least half of the set is wrong.
-
-    For a gradient, the sets include the entries on one side of the first wrong row or class.
-    """
+    """Return the name of the smallest set, or side, that has all wrong numbers and is at least half wrong."""
     sides = []
     for axis, what in enumerate(("row", "class")[: wrong.ndim]):
         start = int(wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != axis)).argmax())

@@ -89,10 +89,7 @@ def export(
 def judged(
     folder: str | os.PathLike[str], results: str | os.PathLike[str], *, strict: bool = False, tolerance: float = 1.0
 ) -> Report:
-    """Compare the safetensors file `results` with the vectors in `folder`.
-
-    For the vector NAME the file has NAME/loss and, if there is one, NAME/dlogits, of all classes; or NAME/refused, with
-    any content. A vector that the file does not have is not offered.
+    """Compare the safetensors file `results` with the vectors in `folder`; `vectors.md` says what the file has.
 
     Raises `FileNotFoundError` if there is no index or no file, `ValueError` for a malformed index, safetensors file or
     vector, and for results of no vector.

@@ -17,13 +17,10 @@ _FAMILIES = (numbers, special_values, shapes, targets, options, calls)
 
 
 def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *, large: bool = False) -> list[Case]:
-    """Return every case of a loss or of the kind of `offer`, also those that `offer` does not cover.
+    """Return every case of a loss or of the kind of `offer`, covered by it or not; with `large`, also the one of GiB.
 
-    With `large`, the case that takes GiB is among them.
-
-    Cases for another kind of candidate than that of `offer` are left out. Cases that are not about numbers come in one
-    dtype only: the first of float32, float64, bfloat16 and float16 that is in `offer` and in `dtypes`. No case has a
-    dtype outside `dtypes`.
+    Cases that are not about numbers come in one dtype only: the first of float32, float64, bfloat16 and float16 that is
+    in `offer` and in `dtypes`.
     """
     wanted = tuple(DTYPES if dtypes is None else dtypes)
     for dtype in wanted:

@@ -59,10 +59,7 @@ class Step(Problem):
         return parts
 
     def weights(self, of: int, gradients: Sequence[Array]) -> Array:
-        """Return what each token of a rank counts in the combined gradient; `gradients` are of its micro-batches.
-
-        nan where the gradient is nan, infinite where it is no multiple of the one that is due.
-        """
+        """Return what each token of a rank counts; nan for a nan gradient, infinite for no multiple of the due one."""
         mine = self.places[0] == of
         weights, due = self.expected[0].reshape(-1)[mine], self.row_major(self.expected[1])[mine]
         got = np.concatenate([each.reshape(-1, self.classes) for each in gradients]).astype(np.float64)
