@@ -24,12 +24,7 @@ _ALIKE = 3
 
 
 def run_cases(
-    orders: Orders,
-    ranks: Sequence[int],
-    *,
-    timeout: float,
-    display: Display,
-    known: Sequence[str] = (),
+    orders: Orders, ranks: Sequence[int], *, timeout: float, display: Display, known: Sequence[str] = ()
 ) -> Report:
     """Run the cases that `orders` select on each of the numbers of `ranks`, in as many launches as necessary.
 

@@ -27,7 +27,7 @@ def errors_in(got: Array, exact: Array, unit: Array) -> Array:
 
 
 class Compared:
-    """Numbers beside the exact ones, with their errors in `_units` and what is allowed of each; all of one shape.
+    """Numbers beside the exact ones, with their errors in `_unit`s and what is allowed of each; all of one shape.
 
     `_quantities` are judged apart: a name, and a mask of the numbers that have it.
     """

@@ -55,10 +55,7 @@ class Trial:
         return call
 
     def call_on_one_rank(self) -> None:
-        """Call the candidate with all classes of each problem that has an answer, on one rank.
-
-        On each rank: a candidate that sends to the others all the same does not hang.
-        """
+        """Call the candidate with all classes, alone on each rank: one that sends to others does not hang."""
         from mpi4py import MPI
 
         alone = MPI.COMM_SELF.Dup()

@@ -24,10 +24,7 @@ class BadResult(Exception):
 def results_of(
     returned: Any, offer: Offer, problem: Problem, given: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any], Callable[[Any], Any] | None]:
-    """Return the loss, the gradients by name, and the backward function, as far as they are due, or raise `BadResult`.
-
-    `returned` is what a candidate gave for the arrays `given`.
-    """
+    """Return the loss, gradients by name, and the backward function, as far as they are due, or raise `BadResult`."""
     form, names = _form(returned, problem, given), ", ".join(problem.gradients)
     count = len(problem.gradients)
     due = {Gradient.NONE: "the loss alone", Gradient.VALUE: f"(loss, {names})"}.get(offer.gradient, "(loss, backward)")

@@ -78,9 +78,7 @@ def _some_classes(setting: Setting) -> Problem:
 def _uneven_shards(setting: Setting) -> Problem:
     """Global ids on shards of several lengths."""
     return _with_support(
-        setting,
-        lambda problem, rng, row: rng.choice(problem.classes, 5),
-        random_problem(setting, uneven(setting)),
+        setting, lambda problem, rng, row: rng.choice(problem.classes, 5), random_problem(setting, uneven(setting))
     )
 
 
