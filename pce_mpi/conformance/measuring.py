@@ -71,7 +71,6 @@ class Judge:
         recording = self._recording
         if recording.has("hidden"):
             self._products += recording.options.get("logit_scale", 1.0) * recording.largest_of_w
-        done = 0
         for rows, accuracies in each_piece(self._measure, pieces(recording)):
             for each in accuracies:
                 worst = self._gradients.get(each.quantity, each)
@@ -79,8 +78,7 @@ class Judge:
                 if worst is each or each.error > worst.error:
                     worst = replace(each, where=where)
                 self._gradients[each.quantity] = replace(worst, best=best)
-            done += len(rows)
-            yield done
+            yield int(rows[-1]) + 1
 
     @np.errstate(all="ignore")
     def judged(self) -> Judged:

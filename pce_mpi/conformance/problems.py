@@ -186,11 +186,6 @@ class Problem:
         return self.targets.dtype.kind not in "iu"
 
     @property
-    def with_teacher(self) -> bool:
-        """True if the second array has the logits of a teacher."""
-        return "teacher" in self.kind.arrays
-
-    @property
     def with_numbers(self) -> bool:
         """True if the targets are class numbers, and are passed."""
         return not self.with_probabilities and "targets" in self.kind.arrays

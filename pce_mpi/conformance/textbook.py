@@ -61,7 +61,7 @@ class Textbook:
             divisor = float((q @ w).sum())
         lost: Array | float = 0.0
         scale, softcap = options.get("logit_scale", 1.0 / options.get("temperature", 1.0)), options.get("softcap")
-        if problem.with_teacher:  # sum q log(q / p) is the cross entropy with q, less the entropy of q
+        if "teacher" in problem.kind.arrays:  # sum q log(q / p) is the cross entropy with q, less the entropy of q
             of_teacher = softmax(scale * q)
             q, of_class = of_teacher["p"], np.where(of_teacher["p"] == 0.0, 0.0, of_teacher["p"] * of_teacher["nll"])
             w = w / scale**2 if problem.conventions["temperature_squared"] else w

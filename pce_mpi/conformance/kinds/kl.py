@@ -46,10 +46,6 @@ def of_problem(problem: Problem, student: Array, teacher: Array) -> tuple[Array,
     return np.asarray(found.divergence) * factor, found.dstudent * (factor * problem.upstream)
 
 
-def _exact(problem: Problem) -> tuple[Array, Array]:
-    return of_problem(problem, problem.logits, problem.targets)
-
-
 def sizes(book: Textbook) -> tuple[Array, Array, Array]:
     """Return the sizes of the summands, as `kinds.loss.sizes` does."""
     larger, teacher = np.maximum(book.p, book.q), book.problem.row_major(book.problem.targets).astype(np.float64)
@@ -211,7 +207,7 @@ def _temperature(setting: Setting) -> Problem:
 KL = Kind(
     noun="divergence",
     plural="divergences",
-    exact=_exact,
+    exact=lambda problem: of_problem(problem, problem.logits, problem.targets),
     sizes=sizes,
     faults=_faults,
     told='the numbers are a divergence: that is declared by @offers(kind="kl")',
