@@ -216,10 +216,13 @@ class Problem:
         ids, offsets = self.options["support"]
         inside = np.zeros((self.rows, self.classes), np.bool_)
         inside[np.repeat(np.arange(self.rows), np.diff(offsets)), ids] = True
-        inside = np.moveaxis(inside.reshape(*self.rows_shape, self.classes), -1, self.axis)
-        logits = np.where(inside, self.logits, np.asarray(-np.inf, self.dtype))
         options = {name: value for name, value in self.options.items() if name != "support"}
-        return replace(self, logits=logits, options=options, over_all=self)
+        return replace(self.within(inside), options=options, over_all=self)
+
+    def within(self, inside: Array) -> Problem:
+        """Return the problem with a logit of -inf for classes outside of a mask (rows, classes)."""
+        shaped = np.moveaxis(inside.reshape(*self.rows_shape, self.classes), -1, self.axis)
+        return replace(self, logits=np.where(shaped, self.logits, np.asarray(-np.inf, self.dtype)))
 
     @cached_property
     def expected(self) -> tuple[Array, Array]:

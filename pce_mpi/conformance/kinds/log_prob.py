@@ -1,4 +1,4 @@
-"""Log-probabilities of each row's target: the negative of a loss, in options and faults too."""
+"""Log-probabilities of each row's target, in options and faults negatives of a loss; and exact statistics of rows."""
 
 from __future__ import annotations
 

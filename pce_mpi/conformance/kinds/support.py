@@ -30,20 +30,15 @@ def faults(b: Textbook) -> Faults:
         near = ids < stop - start
         inside[row_of[near], start + ids[near]] = True
     text = "the ids of the support are taken for numbers of each rank's own classes"
-    answer = _answer(_masked(whole, inside))
+    answer = _answer(whole.within(inside))
     yield text, answer
     yield text, Given(answer.losses, None)
     if whole.ranks > 1 and whole.with_numbers:
         own = whole.rank_of(np.arange(whole.classes)) == whole.rank_of(whole.targets.reshape(-1))[:, None]
         text = "the softmax is over the classes of the support that the target's rank has: its sum is never reduced"
-        answer = _answer(_masked(b.problem, own))
+        answer = _answer(b.problem.within(own))
         yield text, answer
         yield text, Given(answer.losses, b.gradient())
-
-
-def _masked(problem: Problem, inside: Array) -> Problem:
-    shaped = np.moveaxis(inside.reshape(*problem.rows_shape, problem.classes), -1, problem.axis)
-    return replace(problem, logits=np.where(shaped, problem.logits, np.asarray(-np.inf, problem.dtype)))
 
 
 def _answer(problem: Problem) -> Given:
