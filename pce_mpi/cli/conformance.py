@@ -278,7 +278,7 @@ def _earlier(path: str) -> Report:
 
 
 class _Display:
-    """The progress of a run, on stderr."""
+    """The progress of a run, on stderr; `following.Display` says when each method is called."""
 
     def __init__(self) -> None:
         self._bar = Bar("", 0, shown=False)
@@ -288,16 +288,13 @@ class _Display:
         return str(self._bar) if self._bar.total else "nothing was run"
 
     def begin(self, total: int) -> None:
-        """`total` cases begin."""
         self.close()
         self._bar = Bar("conformance", total)
 
     def started(self, case: str) -> None:
-        """`case` has started."""
         self._bar.started(case)
 
     def finished(self, outcome: Outcome) -> None:
-        """A case has ended."""
         verdict = outcome.verdict
         unrun = verdict is Verdict.NOT_RUN
         line = verdict.failed or unrun
@@ -312,20 +309,16 @@ class _Display:
             self._said = text
 
     def waiting(self, seconds: float, timeout: float) -> None:
-        """No rank has shown a sign of life for `seconds`."""
         self._bar.tell(f"(silent for {seconds:.0f} s, deadlocked at {timeout:.0f} s)")
 
     def printed(self, text: str) -> None:
-        """The output of the ranks in the only case."""
         if text:
             self._bar.say(visible(text))
 
     def warn(self, text: str) -> None:
-        """A fault that is no outcome of a case."""
         self._bar.say(visible(f"warning: {text}"))
 
     def close(self) -> None:
-        """The run is over."""
         self._bar.close()
 
 

@@ -24,20 +24,13 @@ _ALIKE = 3
 
 
 def run_cases(
-    orders: Orders,
-    ranks: Sequence[int],
-    *,
-    timeout: float,
-    display: Display,
-    known: Sequence[str] = (),
+    orders: Orders, ranks: Sequence[int], *, timeout: float, display: Display, known: Sequence[str] = ()
 ) -> Report:
     """Run the cases that `orders` select on each of the numbers of `ranks`, in as many launches as necessary.
 
-    `timeout`: seconds without a sign of life from any rank after which a case is deadlocked. `known`: names, families
-    or shell patterns of the cases that are known to fail; one of these that passes is a failure.
-
-    After a KeyboardInterrupt, returns the outcomes so far, if there are any. Raises `LaunchError` if ranks cannot be
-    started or the candidate cannot be loaded. Leaves no process behind.
+    After `timeout` seconds without a sign of life a case is deadlocked; cases that fit `known` are known to fail, and
+    fail if they pass. Returns what there is after a KeyboardInterrupt. Raises `LaunchError` if ranks cannot be started
+    or the candidate cannot be loaded. Leaves no process behind.
     """
     outcomes: list[Outcome] = []
     offer, versions = Offer(), dict[str, str]()

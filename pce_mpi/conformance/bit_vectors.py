@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import metadata
 import json
 import os
 from pathlib import Path
@@ -23,14 +23,13 @@ from pce_mpi.conformance.bits import difference
 from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.orders import KIT
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
-from pce_mpi.conformance.plain import made, plain
-from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
+from pce_mpi.conformance.plain import made
+from pce_mpi.conformance.problems import Array
+from pce_mpi.conformance.vectors import INDEX, read_results, write
+from pce_mpi.distributed.tensor_files import TensorFile, shortened
 from pce_mpi.loss.kernels.elementary import VERSION
 
-Array = np.ndarray[Any, Any]
-
 _FORMAT = {"format": "pce_mpi bits", "arithmetic": VERSION}
-_INDEX = "index.json"
 _DTYPES = "float32", "bfloat16", "float16", "float64"
 _ROWS, _CLASSES, _SPLITS = 6, 37, (0, 5, 5, 21, 37)
 # The gradients of the statistics from which `dstatistics` follows.
@@ -65,19 +64,7 @@ class Entry:
 
 def export(folder: str | os.PathLike[str]) -> int:
     """Write the vectors to `folder`, and return how many there are. Needs safetensors."""
-    from safetensors.numpy import save_file
-
-    folder, entries = Path(folder), []
-    for entry, tensors in vectors():
-        path = folder / entry.file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: np.array(array, order="C") for name, array in tensors.items()}, path)
-        entries.append(entry)
-    page = resources.files(__package__).joinpath("vectors.md").read_text(encoding="utf-8")
-    (folder / "README.md").write_text(page, encoding="utf-8")
-    index = json.dumps({**_FORMAT, "vectors": plain(entries)}, indent=1, allow_nan=False)
-    (folder / _INDEX).write_text(f"{index}\n", encoding="utf-8")
-    return len(entries)
+    return write(Path(folder), _FORMAT, vectors())
 
 
 def vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
@@ -147,20 +134,14 @@ def drawn(dtype: str, kind: str) -> tuple[Array, Array]:
 
 
 def judged(folder: str | os.PathLike[str], results: str | os.PathLike[str]) -> Report:
-    """Compare the bits in the safetensors file `results` with those of the vectors in `folder`.
-
-    For each result R of the vector NAME the file has NAME/R. A vector of which the file has no result is not offered.
+    """Compare the bits in the file `results` with those of the vectors in `folder`; `vectors.md` says what it has.
 
     Raises `FileNotFoundError` if there is no index or no file, and `ValueError` for a malformed index or file, for one
     of another arithmetic, and for results of no vector.
     """
     folder, results = Path(folder), Path(results)
-    entries = _index(folder / _INDEX)
-    with TensorFile(results) as file:
-        known = {f"{entry.name}/{name}" for entry in entries for name in entry.results}
-        if unknown := sorted(file.arrays.keys() - known):
-            raise ValueError(f"{results} has {shown(unknown[0])}, which is the result of no vector in {folder}")
-        given = {name: file.read(name) for name in file.arrays}
+    entries = _index(folder / INDEX)
+    given = read_results(results, folder, {f"{entry.name}/{name}" for entry in entries for name in entry.results})
     outcomes = [_outcome(entry, folder / entry.file, given) for entry in entries]
     for outcome in outcomes:
         outcome.rerun = shlex.join([*KIT, "--bits", "--vectors", str(folder), "--results", str(results)])
@@ -182,11 +163,8 @@ def _index(path: Path) -> list[Entry]:
         if not isinstance(content, dict) or content.get("format") != _FORMAT["format"]:
             raise ValueError(f"its format must be {_FORMAT['format']!r}")
         if content.get("arithmetic") != VERSION:
-            said = (
-                f"arithmetic {made(int, content['arithmetic'])}"
-                if content.get("arithmetic") is not None
-                else "no arithmetic"
-            )
+            given = content.get("arithmetic")
+            said = "no arithmetic" if given is None else f"arithmetic {made(int, given)}"
             raise ValueError(f"its bits are those of {said}, and this package has arithmetic {VERSION}")
         return made(list[Entry], content["vectors"])
     except (LookupError, TypeError, ValueError, RecursionError) as error:

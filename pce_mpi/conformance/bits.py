@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.conformance.outcomes import Finding
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
 
 
 def other_bits(

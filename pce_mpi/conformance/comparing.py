@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import math
-from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.units import Tolerance, Units, allowed, coarsest, finest
-
-Array = np.ndarray[Any, Any]
 
 _MAP_ROWS, _MAP_CLASSES = 48, 192
 
@@ -30,7 +27,7 @@ def errors_in(got: Array, exact: Array, unit: Array) -> Array:
 
 
 class Compared:
-    """Numbers beside the exact ones, with their errors in `_units` and what is allowed of each; all of one shape.
+    """Numbers beside the exact ones, with their errors in `_unit`s and what is allowed of each; all of one shape.
 
     `_quantities` are judged apart: a name, and a mask of the numbers that have it.
     """

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.faults import Answer, Given
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to
-from pce_mpi.conformance.problems import Kind, Problem
-from pce_mpi.conformance.textbook import Textbook
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Kind, Problem
+from pce_mpi.conformance.textbook import Answer, Given, Textbook
 
 # An answer is that of a fault if it is this much closer to it than to the truth, one number alone so much more ...
 _CLOSER, _ALONE = 8.0, 256.0

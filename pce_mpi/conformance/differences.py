@@ -15,14 +15,13 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.pieces import each_piece, pieces
+from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.recordings import Recording
 from pce_mpi.conformance.units import coarsest
 from pce_mpi.loss import class_statistics
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.truncation import Limits, nucleus_of
-
-Array = np.ndarray[Any, Any]
 
 # The options of the second recording that have a part.
 _READ = {"logits_dtype", "logit_scale", "num_classes", *Limits._fields}
@@ -73,10 +72,8 @@ class Differences:
 
     def run(self) -> Iterator[int]:
         """Fill in all parts; yield now and then how many rows are done."""
-        done = 0
         for rows, _ in each_piece(self._measure, pieces(self._first)):
-            done += len(rows)
-            yield done
+            yield int(rows[-1]) + 1
         with np.errstate(invalid="ignore"):
             self.parts["rest"] = self.whole - sum(self.parts[name] for name in PARTS[:-1])
 
@@ -98,12 +95,8 @@ class Differences:
             z = heads[head][:, :classes]
             return np.asarray(class_statistics(z, targets, logit_scale=scales[scale], **known).log_prob)
 
-        numbers = [
-            log_prob(0, 0, first.classes),
-            log_prob(1, 0, first.classes),
-            log_prob(1, 1, first.classes),
-            log_prob(1, 1, self._classes),
-        ]
+        changes = (0, 0, first.classes), (1, 0, first.classes), (1, 1, first.classes), (1, 1, self._classes)
+        numbers = [log_prob(*each) for each in changes]
         for name, before, after in zip(("head", "temperature", "padded classes"), numbers, numbers[1:], strict=False):
             self.parts[name][rows] = after - before
         if any(limit is not None for limit in self._limits):

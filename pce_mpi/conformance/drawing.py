@@ -12,10 +12,9 @@ import numpy as np
 
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.distributed.placements import shard_range
 
-Array = np.ndarray[Any, Any]
 Splits = tuple[int, ...]
 
 

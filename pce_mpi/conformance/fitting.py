@@ -8,12 +8,12 @@ from typing import get_args
 
 import numpy as np
 
-from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.cases import Case, Needs, Setting
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.terms import CONVENTIONS, Gradient, Shards
+from pce_mpi.conformance.units import known
 
 
 def dims_for(offer: Offer, needs: Needs) -> int | None:
@@ -42,14 +42,14 @@ _FLAGS = {
 def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
     """Return the first need of a case that an offer lacks, in a few words; None if there is none."""
 
-    def beyond(name: str, known: Iterable[str]) -> bool:
-        order = list(known)
+    def beyond(name: str, words: Iterable[str]) -> bool:
+        order = list(words)
         return order.index(getattr(needs, name)) > order.index(getattr(offer, name))
 
     options = offer.options if offer.ignore_index is None else (*offer.options, "ignore_index")
     lacks = {
         dtype: dtype not in offer.dtypes,
-        f"{dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'": not _known(dtype),
+        f"{dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'": not known(dtype),
         **{option: option not in options for option in needs.options},
         "any ignore_index": needs.any_ignore_index and "ignore_index" not in offer.options,
         "reduction " + " or ".join(needs.reductions): not set(needs.reductions) & set(offer.reductions),
@@ -65,14 +65,6 @@ def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
         **{what: getattr(needs, name) and not getattr(offer, name) for name, what in _FLAGS.items()},
     }
     return next((what for what, lacking in lacks.items() if lacking), None)
-
-
-def _known(dtype: str) -> bool:
-    try:
-        dtype_named(dtype)
-    except TypeError:
-        return False
-    return True
 
 
 def problem_of(

@@ -248,10 +248,7 @@ class Launch:
         return f"{who} {how}" + (f" at {place}" if place else "")
 
     def _standstill(self) -> tuple[Verdict, str]:
-        """Say what each rank did last, and whether they wait for each other as far as one can know.
-
-        Ranks that are all inside the candidate, or at another line a moment later, may be busy.
-        """
+        """Say what each rank did last, and whether they wait for each other as far as one can know."""
         before = [self._last(number, each) for number, each in enumerate(self._ranks)]
         time.sleep(_MOMENT)
         phrases: dict[str, list[int]] = {}
@@ -260,6 +257,7 @@ class Launch:
         # The ranks that never returned come first.
         order = sorted(phrases, key=lambda phrase: not phrase.startswith("never"))
         text = "; ".join(f"{ranks_text(phrases[phrase])} {phrase}" for phrase in order)
+        # Ranks that are all inside the candidate, or at another line a moment later, may be busy.
         moving = any(before[number] != phrase for phrase in phrases for number in phrases[phrase])
         inside = all(each.task == self._finished and each.doing == "called" for each in self._ranks)
         if self._ready and (moving or inside):

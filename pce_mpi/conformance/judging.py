@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,11 +43,9 @@ from pce_mpi.conformance.bits import other_bits
 from pce_mpi.conformance.comparing import Gradients, Losses
 from pce_mpi.conformance.diagnosis import explain
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, together
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.products import of_products
 from pce_mpi.conformance.units import Tolerance
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,7 @@ class Job:
         return self._guard.poll()
 
     def ends(self) -> list[tuple[int | None, int]]:
-        """Return rank and exit status (a signal's number, negated) of each ended process, in the order of their ends.
-
-        The rank is None for a process that died before it had its rank from MPI.
-        """
+        """Return rank, None before MPI, and exit status, a signal's negated, of each ended process, in their order."""
         if not self._ends.exists():
             return []
         pairs = re.findall(r"^(\d+) (-?\d+)$", self._ends.read_text(errors="replace"), re.MULTILINE)

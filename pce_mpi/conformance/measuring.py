@@ -22,13 +22,11 @@ from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.outcomes import Accuracy, Finding
 from pce_mpi.conformance.pieces import Piece, each_piece, exact_numbers, pieces
-from pce_mpi.conformance.problems import Problem, row_name
+from pce_mpi.conformance.problems import Array, Problem, row_name
 from pce_mpi.conformance.recorded_causes import LEAST_ROWS, dtype_of_rounded, fitted_scale
 from pce_mpi.conformance.recordings import NUMBERS, Recording
 from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.conformance.units import Tolerance, allowed, coarsest, finest, ulp
-
-Array = np.ndarray[Any, Any]
 
 _USUAL = Tolerance()
 # What the kit says of a function is said of a tensor.
@@ -73,7 +71,6 @@ class Judge:
         recording = self._recording
         if recording.has("hidden"):
             self._products += recording.options.get("logit_scale", 1.0) * recording.largest_of_w
-        done = 0
         for rows, accuracies in each_piece(self._measure, pieces(recording)):
             for each in accuracies:
                 worst = self._gradients.get(each.quantity, each)
@@ -81,8 +78,7 @@ class Judge:
                 if worst is each or each.error > worst.error:
                     worst = replace(each, where=where)
                 self._gradients[each.quantity] = replace(worst, best=best)
-            done += len(rows)
-            yield done
+            yield int(rows[-1]) + 1
 
     @np.errstate(all="ignore")
     def judged(self) -> Judged:
@@ -234,7 +230,9 @@ class Judge:
         logits = recording.logits(rows)
         declared = recording.options.get("logits_dtype") if recording.has("hidden") else None
         natural = compute_dtype_of(recording.dtype)
-        if own is not None and (scale := self._fitted_scale(name, rows[wrong[rows]])):
+        reduction = recording.reduction if name == "loss" else "none"
+        by_row = reduction == "none"
+        if own is not None and by_row and (scale := self._fitted_scale(name, rows[wrong[rows]])):
             temperature = recording.options.get("logit_scale", 1.0) / scale
             own.text = (
                 f"the logits were divided by a temperature of {temperature:.4g} more: where that is meant, "
@@ -242,14 +240,13 @@ class Judge:
             )
             return [own]
         if recording.has("hidden"):
-            if own is not None and (dtype := self._dtype_of_rounded(name, rows, logits)):
+            if own is not None and by_row and (dtype := self._dtype_of_rounded(name, rows, logits)):
                 due = f", not to {declared}," if declared else ""
                 own.text = f"the logits are rounded to {dtype}{due} before the softmax ({own.text})"
                 return [own]
             logits = self._rounded_as_declared(logits).astype(natural)
-        reduction = recording.reduction if name == "loss" else "none"
         # A mean or sum over all rows says nothing of some.
-        alone = reduction != "none" and len(rows) < recording.rows
+        alone = not by_row and len(rows) < recording.rows
         problem = self._problem(name, rows, logits, "none" if alone else reduction)
         if recording.has(name) and not alone:
             losses = [each if each.ndim == 0 else each[rows] for each in recording.losses(name)]
@@ -276,8 +273,6 @@ class Judge:
         return np.unique(np.concatenate([worst, *some]).astype(np.int64))
 
     def _fitted_scale(self, name: str, rows: Array) -> float | None:
-        if name == "loss" and self._recording.reduction != "none":
-            return None
         rows = rows[np.isfinite(self._exact[name][rows])]
         if len(rows) < LEAST_ROWS:
             return None
@@ -285,8 +280,6 @@ class Judge:
         return fitted_scale(name, problem, self._recording.losses(name)[0][rows])
 
     def _dtype_of_rounded(self, name: str, rows: Array, logits: Array) -> str | None:
-        if name == "loss" and self._recording.reduction != "none":
-            return None
         natural = compute_dtype_of(self._recording.dtype).name
         declared = self._recording.options.get("logits_dtype", natural)
         dtypes = [dtype for dtype in ("bfloat16", "float16", natural) if dtype != declared]

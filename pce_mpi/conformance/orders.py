@@ -51,17 +51,14 @@ class Orders:
 
     def cases(self, offer: Offer | None) -> dict[str, Case]:
         """Return the selected cases by name, also those that `offer` does not cover."""
-        return {case.name: case for case in self._catalogue(offer, self.dtypes) if self._select(case)}
+        return {case.name: case for case in catalogue(offer, self.dtypes, large=self.large) if self._select(case)}
 
     def patterns_of_no_case(self, more: Iterable[str] = ()) -> list[str]:
         """Return the patterns, those of `more` included, that fit no case, whatever a candidate offers."""
         # The dtype of a case can depend on the offer; with a single dtype, all cases have that.
-        names = {case.name for dtype in self.dtypes or DTYPES for case in self._catalogue(None, [dtype])}
+        names = {case.name for dtype in self.dtypes or DTYPES for case in catalogue(None, [dtype], large=self.large)}
         patterns = (*(self.patterns or ()), *self.but, *more)
         return [pattern for pattern in patterns if not any(fits(name, pattern) for name in names)]
-
-    def _catalogue(self, offer: Offer | None, dtypes: Iterable[str] | None) -> list[Case]:
-        return catalogue(offer, dtypes, large=self.large)
 
     def _select(self, case: Case) -> bool:
         selected = self.patterns is None or any(fits(case.name, pattern) for pattern in self.patterns)

@@ -11,7 +11,7 @@ import numpy as np
 
 from pce_mpi.conformance.diagnosis import MANY
 from pce_mpi.conformance.launching import number_of_cores
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.recordings import Recording
 from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.loss import (
@@ -21,7 +21,6 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
 )
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
 # A piece has so many logits; where they are products of which w is read again for each piece, more.

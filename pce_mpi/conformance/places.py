@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
+from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.textbook import Textbook
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.units import known
 
 # Whether all these numbers are those: within what rounding in another order explains.
 Close = Callable[[Array], bool]
@@ -23,11 +23,8 @@ _COARSER = {"float64": ("bfloat16", "float16", "float32"), "float32": ("bfloat16
 
 def rounded_to(b: Textbook, name: str, got: Array, distance: Callable[[Array], float], truth: Array) -> str | None:
     """Return the coarser dtype that every entry is rounded to, in a sentence; None if there is none."""
-    for dtype in _COARSER.get(b.problem.dtype.name, ()):
-        try:
-            narrow = dtype_named(dtype)
-        except TypeError:
-            continue  # bfloat16, without ml_dtypes
+    for dtype in filter(known, _COARSER.get(b.problem.dtype.name, ())):
+        narrow = dtype_named(dtype)
 
         def kept(array: Array, narrow: Any = narrow) -> bool:
             return bool((array.astype(narrow).astype(np.float64) == array)[np.isfinite(got)].all())
@@ -152,10 +149,7 @@ def _rows(b: Textbook) -> Iterator[tuple[str, Array]]:
 
 
 def _smallest(wrong: Array, sets: Iterator[tuple[str, Array]]) -> list[str]:
-    """Return the name of the smallest set that has all wrong numbers, if at least half of the set is wrong.
-
-    For a gradient, the sets include the entries on one side of the first wrong row or class.
-    """
+    """Return the name of the smallest set, or side, that has all wrong numbers and is at least half wrong."""
     sides = []
     for axis, what in enumerate(("row", "class")[: wrong.ndim]):
         start = int(wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != axis)).argmax())

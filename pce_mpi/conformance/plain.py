@@ -21,10 +21,7 @@ def plain(value: Any) -> Any:
 
 
 def made(kind: Any, value: Any) -> Any:
-    """Return the `kind` of which `plain` made this, fields of no such name left out.
-
-    Raises `TypeError` or `ValueError` for anything else.
-    """
+    """Return the `kind` of which `plain` made this, but for unknown fields, or raise `TypeError` or `ValueError`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if type(None) in arguments:
         return None if value is None else made(arguments[0], value)

@@ -23,7 +23,6 @@ Array = np.ndarray[Any, Any]
 # classes; the first columns of a wider array, whose other columns nobody may read; one element with strides of 0.
 Memory = Literal["C", "F", "strided", "padded", "expanded"]
 
-
 # The gradients of the factors of logits.
 PRODUCTS = ("dhidden", "dw", "dbias")
 
@@ -35,7 +34,7 @@ class Kind:
     noun, plural         the words for what it gives for a row
     exact                the exact numbers of a problem and, for `dloss`, the gradient of the logits; all classes
     sizes                of a textbook: how large the summands of both are, as `units` says
-    faults               of a textbook: what projects have shipped, as in `faults`
+    faults               of a textbook: what projects have shipped, as in `textbook`
     told                 what to declare where the numbers of another kind turn out to be these
     options, reductions  those that it may take
     arrays               the names of what it is called with: this rank's logits, or their factors; and targets, or a
@@ -66,7 +65,7 @@ class Kind:
     beside: Callable[[Problem, Sequence[Any]], str | None] = lambda problem, answers: None
     fitted: Callable[[Problem, int], Problem] = lambda problem, seed: problem
     shared_cases: bool = True
-    cases: Any = None  # `declaring.Cases`, as those are made of problems
+    cases: Any = None  # `cases.Cases`, as those are made of problems
     without: tuple[str, ...] = ()
     catches: Mapping[str, str] = field(default_factory=dict)
 
@@ -120,9 +119,8 @@ class Problem:
     axis                         the class axis
     conventions                  which numbers are meant, where there are several: fields of `Offer`
     dloss                        the upstream gradient, shaped as the loss; None: ones
-    memory                       the memory order of a shard of the logits: "C", "F", "strided" or "padded"
-    target_memory, dloss_memory  those of index targets and of the upstream gradient: "C", "strided" or, for equal
-                                 elements, "expanded"
+    memory                       the memory order of a shard of the logits, as `Memory` says
+    target_memory, dloss_memory  those of index targets and of the upstream gradient
     gathered                     every rank gets the logits of all classes, by mistake
     copies                       how many times a candidate gets these rows, one after the other
     may_be_nan                   (rows,) where PyTorch's dense function gives nan and `dense` a number: nan passes there
@@ -188,11 +186,6 @@ class Problem:
         return self.targets.dtype.kind not in "iu"
 
     @property
-    def with_teacher(self) -> bool:
-        """True if the second array has the logits of a teacher."""
-        return "teacher" in self.kind.arrays
-
-    @property
     def with_numbers(self) -> bool:
         """True if the targets are class numbers, and are passed."""
         return not self.with_probabilities and "targets" in self.kind.arrays
@@ -223,15 +216,24 @@ class Problem:
         ids, offsets = self.options["support"]
         inside = np.zeros((self.rows, self.classes), np.bool_)
         inside[np.repeat(np.arange(self.rows), np.diff(offsets)), ids] = True
-        inside = np.moveaxis(inside.reshape(*self.rows_shape, self.classes), -1, self.axis)
-        logits = np.where(inside, self.logits, np.asarray(-np.inf, self.dtype))
         options = {name: value for name, value in self.options.items() if name != "support"}
-        return replace(self, logits=logits, options=options, over_all=self)
+        return replace(self.within(inside), options=options, over_all=self)
+
+    def within(self, inside: Array) -> Problem:
+        """Return the problem with a logit of -inf for classes outside of a mask (rows, classes)."""
+        shaped = np.moveaxis(inside.reshape(*self.rows_shape, self.classes), -1, self.axis)
+        return replace(self, logits=np.where(shaped, self.logits, np.asarray(-np.inf, self.dtype)))
 
     @cached_property
     def expected(self) -> tuple[Array, Array]:
         """The exact loss and, for `dloss`, the gradient of the logits; float64, all classes."""
         return self.kind.exact(self)
+
+    @property
+    def upstream(self) -> Array:
+        """The upstream gradient in float64, to be multiplied with the logits' gradient."""
+        upstream = np.ones(()) if self.dloss is None else self.dloss.astype(np.float64)
+        return np.expand_dims(upstream, self.axis) if upstream.ndim else upstream
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -262,9 +264,9 @@ class Problem:
         hidden, w, bias = _wide(self.operands, compute_dtype_of(self.dtype))
         return replace(self, logits=(hidden @ w + bias).astype(np.float64).reshape(self.logits.shape))
 
-    def rank_of(self, number: int) -> int:
-        """Return the rank whose shard has a class."""
-        return int(np.searchsorted(self.splits, number, side="right")) - 1
+    def rank_of(self, numbers: Any) -> Any:
+        """Return the rank whose shard has a class, or those of several classes."""
+        return np.searchsorted(self.splits, numbers, side="right") - 1
 
     def row_name(self, row: int) -> str:
         """Name a row in a message."""

@@ -10,24 +10,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.arrays import as_array, library_named, to_host
+from pce_mpi.conformance.adapters.torch_tensors import tensor_of
 from pce_mpi.conformance.bits import difference
 from pce_mpi.conformance.cases import grid
 from pce_mpi.conformance.judging import Answer, answered
 from pce_mpi.conformance.kinds.step_problem import Step
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.outcomes import Finding
-from pce_mpi.conformance.problems import Problem, stored
+from pce_mpi.conformance.problems import Array, Problem, stored
 from pce_mpi.conformance.results import BadResult, gradients_of, results_of
+from pce_mpi.conformance.stacks import error_text
 from pce_mpi.conformance.texts import meant
 from pce_mpi.memory import shares_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-Array = np.ndarray[Any, Any]
-
-
-_NTH = ("first", "second")
 
 
 @dataclass
@@ -57,14 +54,23 @@ class Trial:
             call.backward()
         return call
 
-    def call_on_one_rank(self, comm: MPI.Intracomm) -> None:
-        """Call the candidate with all classes of each problem that has an answer; `comm` has this rank alone."""
-        for which in dict.fromkeys(which for which, _, _ in self.answers):
-            problem = self.problem(which)
-            call = _Call(self, replace(problem, splits=(0, problem.classes)), comm.rank)
-            call.run(comm)
-            call.backward()
-            self.on_one_rank[which] = call.answer()
+    def call_on_one_rank(self) -> None:
+        """Call the candidate with all classes, alone on each rank: one that sends to others does not hang."""
+        from mpi4py import MPI
+
+        alone = MPI.COMM_SELF.Dup()
+        try:
+            for which in dict.fromkeys(which for which, _, _ in self.answers):
+                problem = self.problem(which)
+                call = _Call(self, replace(problem, splits=(0, problem.classes)), alone.rank)
+                call.run(alone)
+                call.backward()
+                self.on_one_rank[which] = call.answer()
+        except Exception as error:
+            text = error_text(error)
+            self.find("other bits", f"raised on one rank, with all classes, where several ranks returned: {text}")
+        finally:
+            alone.Free()
 
     def judge(self, answer: Answer, which: int = 0, name: str = "") -> None:
         """Leave `answer` to the judge; `name` says which of several it is."""
@@ -192,13 +198,7 @@ class _Watched:
 
 def _as_library(array: Array, library: str) -> Any:
     """Return `array` as an array of that library: on the same memory, or on the GPU."""
-    if library != "torch":
-        return library_named(library).asarray(array)
-    import torch
-
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return tensor_of(array) if library == "torch" else library_named(library).asarray(array)
 
 
 def _plain(trial: Trial) -> None:
@@ -225,11 +225,11 @@ def _two(trial: Trial, *, at_once: bool) -> None:
     before = first.answer()
     second = trial.call(1, backward=not at_once)
     first.compare(before)
-    for which, (call, answer) in enumerate(((first, before), (second, second.answer()))):
+    for which, nth, call, answer in ((0, "first", first, before), (1, "second", second, second.answer())):
         if at_once:
             call.backward()
             answer = call.answer()
-        trial.judge(answer, which, f"{_NTH[which]} of two losses")
+        trial.judge(answer, which, f"{nth} of two losses")
         call.check()
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.comparing import Compared, errors_in
 from pce_mpi.conformance.outcomes import Accuracy, Finding
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.texts import meant
 from pce_mpi.conformance.units import Tolerance, Units, allowed, ulp
 from pce_mpi.exact.products import product
-
-Array = np.ndarray[Any, Any]
 
 # Of larger chunks, so few are added up that sums in half precision pass.
 _CHUNKS = range(1, 9)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.pieces import exact_numbers
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
+from pce_mpi.conformance.units import known
 
 # Rounded logits explain numbers that are this much closer to theirs than to the exact ones.
 _CLOSER = 8.0
@@ -43,11 +41,8 @@ def fitted_scale(name: str, problem: Problem, got: Array) -> float | None:
 def dtype_of_rounded(name: str, problem: Problem, exact: Array, got: Array, dtypes: Sequence[str]) -> str | None:
     """Return the first of `dtypes` such that `got` are the numbers of logits rounded to it, if there is one."""
     got = got.astype(np.float64)
-    for dtype in dtypes:
-        try:
-            rounded = replace(problem, logits=problem.logits.astype(dtype_named(dtype)))
-        except TypeError:
-            continue  # bfloat16, without ml_dtypes
+    for dtype in filter(known, dtypes):
+        rounded = replace(problem, logits=problem.logits.astype(dtype_named(dtype)))
         error, other = (np.median(np.abs(got - each)) for each in (exact, exact_numbers(name, rounded)[0]))
         if other * _CLOSER <= error:
             return dtype

@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from pce_mpi.arrays import dtype_named, is_floating
+from pce_mpi.arrays import is_floating
+from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS
+from pce_mpi.conformance.units import known
 from pce_mpi.distributed.tensor_files import TensorFile, names_shown, shown
 from pce_mpi.loss.options import Options, checked_numbers
 from pce_mpi.loss.problem import target_text
-
-Array = np.ndarray[Any, Any]
 
 # The results that are one number for a row.
 NUMBERS = ("loss", "log_prob", "entropy")
@@ -34,20 +34,18 @@ _TENSORS = ("logits", "hidden", "w", "targets", "weight", *NUMBERS, "gradient")
 _FEATURES = 128
 
 
-def _one_of(*known: str) -> Callable[[str], str]:
+def _one_of(*words: str) -> Callable[[str], str]:
     def parsed(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"expected {', '.join(known[:-1])} or {known[-1]}")
+        if text not in words:
+            raise ValueError(f"expected {', '.join(words[:-1])} or {words[-1]}")
         return text
 
     return parsed
 
 
 def _dtype(text: str) -> str:
-    try:
-        dtype_named(_one_of(*DTYPES)(text))
-    except TypeError:
-        raise ValueError("it needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
+    if not known(_one_of(*DTYPES)(text)):
+        raise ValueError("it needs ml_dtypes: pip install 'pce_mpi[bf16]'")
     return text
 
 
@@ -239,9 +237,9 @@ class Recording:
         """Look at options and targets as the loss itself does, and set the attributes that are made of them."""
         options, classes = dict(self.options), self.splits[-1]
         self.classes = options.pop("num_classes", classes)
-        known = {name: value for name, value in options.items() if name in {*OPTIONS, "reduction"}}
+        of_loss = {name: value for name, value in options.items() if name in {*OPTIONS, "reduction"}}
         try:
-            checked_numbers(Options(operation="judge", **known), 2, self.dtype)
+            checked_numbers(Options(operation="judge", **of_loss), 2, self.dtype)
         except ValueError as error:
             self._refuse(str(error))
         if not 0 < self.classes <= classes and classes:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from pce_mpi.arrays import as_array
 from pce_mpi.conformance.offers import Offer
@@ -22,16 +21,10 @@ class BadResult(Exception):
     """A candidate returned something that is no loss, or no gradient."""
 
 
-class Results(NamedTuple):
-    """The loss, and beside it what the offer says: nothing, the gradients by name, or a function that returns them."""
-
-    loss: Any
-    gradients: Mapping[str, Any] = MappingProxyType({})
-    backward: Callable[[Any], Any] | None = None
-
-
-def results_of(returned: Any, offer: Offer, problem: Problem, given: Mapping[str, Any]) -> Results:
-    """Take apart what a candidate returned for these arrays; raise `BadResult` if it is not what is due."""
+def results_of(
+    returned: Any, offer: Offer, problem: Problem, given: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any], Callable[[Any], Any] | None]:
+    """Return the loss, gradients by name, and the backward function, as far as they are due, or raise `BadResult`."""
     form, names = _form(returned, problem, given), ", ".join(problem.gradients)
     count = len(problem.gradients)
     due = {Gradient.NONE: "the loss alone", Gradient.VALUE: f"(loss, {names})"}.get(offer.gradient, "(loss, backward)")
@@ -40,20 +33,21 @@ def results_of(returned: Any, offer: Offer, problem: Problem, given: Mapping[str
     pair = isinstance(returned, tuple | list) and len(returned) == 2
     if pair and form is None and None is not _shape(returned[0]) == _shape(returned[1]):
         raise BadResult(f"{due} is due, got {described(returned)} of one shape; {_TWO}")
+    gradients, backward = dict[str, Any](), None
     if offer.gradient is Gradient.NONE:
-        results = Results(array_of(returned, "the loss"))
+        loss = array_of(returned, "the loss")
     elif offer.gradient is Gradient.VALUE and isinstance(returned, tuple | list) and len(returned) == 1 + count:
-        parts = returned[1] if count == 1 else returned[1:]
-        results = Results(array_of(returned[0], "the loss"), gradients_of(parts, problem, given))
+        loss = array_of(returned[0], "the loss")
+        gradients = gradients_of(returned[1] if count == 1 else returned[1:], problem, given)
     elif not pair or offer.gradient is Gradient.VALUE:
         raise BadResult(f"{due} is due, got {described(returned)}")
     elif callable(returned[1]):
-        results = Results(array_of(returned[0], "the loss"), backward=returned[1])
+        loss, backward = array_of(returned[0], "the loss"), returned[1]
     else:
         raise BadResult(f"{due} is due, where backward can be called, got {described(returned[1])}")
     if len(problem.kind.reductions) > 1 == len(offer.reductions):
-        _check_reduction(problem, tuple(results.loss.shape))
-    return results
+        _check_reduction(problem, tuple(loss.shape))
+    return loss, gradients, backward
 
 
 def gradients_of(returned: Any, problem: Problem, given: Mapping[str, Any]) -> dict[str, Any]:

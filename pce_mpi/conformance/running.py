@@ -116,8 +116,7 @@ def run_case(
     size = 1 if comm is None else comm.size
     offer = offer_of(candidate) if offer is None else offer
     outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=size, dtype=case.dtype, about=case.about)
-    missing = unmet_need(offer, case.needs, case.dtype)
-    if missing is not None:
+    if missing := unmet_need(offer, case.needs, case.dtype):
         return replace(outcome, verdict=Verdict.NOT_OFFERED, note=missing)
 
     @cache
@@ -146,7 +145,7 @@ def run_case(
         private.Free()
     same_answers = set(ends) == {(None, len(trial.answers))}  # on every rank or on none
     if offer.same_bits and case.compares_bits and comm.size > 1 and same_answers:
-        _call_on_one_rank(trial)
+        trial.call_on_one_rank()
     gathered = comm.gather(returned)
     if gathered is not None:
         settle(outcome, case, problem, errors, gathered, tolerance, trial.on_one_rank)
@@ -239,20 +238,6 @@ def _abort_unless(over: threading.Event, timeout: float, caller: int) -> None:
     # A rank that only waits leaves the ranks it waits for a second in which to print: they know what is wrong.
     if frame is None or not over.wait(1.0):
         os.abort()
-
-
-def _call_on_one_rank(trial: Trial) -> None:
-    """Call the candidate on one rank: on each, so that one that sends to the others all the same does not hang."""
-    from mpi4py import MPI
-
-    alone = MPI.COMM_SELF.Dup()
-    try:
-        trial.call_on_one_rank(alone)
-    except Exception as error:
-        text = error_text(error)
-        trial.find("other bits", f"raised on one rank, with all classes, where several ranks returned: {text}")
-    finally:
-        alone.Free()
 
 
 _Returned = tuple[list[tuple[int, str, Answer]], list[Finding]]

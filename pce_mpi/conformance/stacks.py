@@ -21,11 +21,7 @@ _MOST_TEXT = 1000
 
 
 def innermost(stack: str) -> str:
-    """Return the candidate's innermost line in a stack that faulthandler wrote, most recent call first.
-
-    It is in no installed package or, if all are, in a package other than this kit and the standard library. '' if there
-    is none.
-    """
+    """Return the innermost line that is the candidate's own rather than a package's; '' if there is none."""
     return _innermost(re.findall(r'File "(.+)", line (\d+) in (.+)', stack))
 
 

@@ -1,15 +1,19 @@
-"""The loss and its gradient in pieces that can be replaced, to compute the answer of a known fault."""
+"""The loss and its gradient in pieces that can be replaced, to compute the answers that faults give.
+
+The kinds of candidates have the formulas of faults that projects have shipped, a function for each family. A candidate
+in `tests/candidates` has each of them; a fault that no project has shown has no place there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,12 @@ class Textbook:
             divisor = float((q @ w).sum())
         lost: Array | float = 0.0
         scale, softcap = options.get("logit_scale", 1.0 / options.get("temperature", 1.0)), options.get("softcap")
-        if problem.with_teacher:  # sum q log(q / p) is the cross entropy with q, less the entropy of q
+        if "teacher" in problem.kind.arrays:  # sum q log(q / p) is the cross entropy with q, less the entropy of q
             of_teacher = softmax(scale * q)
             q, of_class = of_teacher["p"], np.where(of_teacher["p"] == 0.0, 0.0, of_teacher["p"] * of_teacher["nll"])
             w = w / scale**2 if problem.conventions["temperature_squared"] else w
             lost = -(w * of_class).sum(axis=-1)
         smoothing = options.get("label_smoothing", 0.0)
-        upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
         z, slope = scale * x, np.full_like(x, scale)
         if softcap is not None:
             z, slope = np.where(np.isinf(x), x, softcap * np.tanh(z / softcap)), scale / np.cosh(z / softcap) ** 2
@@ -82,7 +85,7 @@ class Textbook:
             **softmax(z),
             total=np.zeros(rows),
             lost=lost,
-            g=np.broadcast_to(upstream.reshape(-1), (rows,)),
+            g=np.broadcast_to(problem.upstream.reshape(-1), (rows,)),
             divisor=divisor if problem.reduction == "mean" else 1.0,
         )
         return made.with_u(w * (q * (1.0 - smoothing) + smoothing / max(classes, 1)))
@@ -137,3 +140,56 @@ def softmax(z: Array) -> dict[str, Array]:
     e = np.exp(z - top)
     total = e.sum(axis=-1, keepdims=True)
     return {"p": e / total, "nll": np.log(total) - (z - top), "lse": (np.log(total) + top)[:, 0]}
+
+
+@dataclass(frozen=True)
+class Given:
+    """An answer; None is a quantity that the fault does not change.
+
+    losses     of each rank, or one for all if they are equal
+    gradient   (rows, classes)
+    """
+
+    losses: tuple[Array, ...] | None
+    gradient: Array | None
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The answer of one textbook, or of one for each rank; computed on demand."""
+
+    books: tuple[Textbook, ...]
+
+    @cached_property
+    def losses(self) -> tuple[Array, ...]:
+        """As in `Given`."""
+        return tuple(book.loss() for book in self.books)
+
+    @cached_property
+    def gradient(self) -> Array:
+        """As in `Given`."""
+        gradient = self.books[0].gradient()
+        for rank, book in enumerate(self.books[1:], start=1):
+            gradient = np.where(book.in_shard(rank), book.gradient(), gradient)
+        return gradient
+
+
+Answer = Given | Computed
+
+# A description of the fault, and its answer.
+Faults = Iterator[tuple[str, Answer]]
+
+
+def all_ranks(book: Textbook) -> Computed:
+    """Return the answer of a textbook on every rank."""
+    return Computed((book,))
+
+
+def each_rank(b: Textbook, change: Callable[[int], Textbook]) -> Computed:
+    """Return the answer of another textbook on each rank."""
+    return Computed(tuple(change(rank) for rank in range(b.problem.ranks)))
+
+
+def of_gradient(gradient: Array) -> Given:
+    """Return the right loss with a wrong gradient."""
+    return Given(None, gradient)

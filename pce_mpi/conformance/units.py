@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.arrays import compute_dtype_of, dtype_named
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.textbook import Textbook
-
-Array = np.ndarray[Any, Any]
 
 # Bits of the fraction, and the exponent of the smallest normal number.
 _FORMATS = {"float16": (10, -14), "bfloat16": (7, -126), "float32": (23, -126), "float64": (52, -1022)}
@@ -58,6 +56,15 @@ def coarsest(*dtypes: str) -> str:
 def finest(*dtypes: str) -> str:
     """Return the dtype with the most bits in its fraction."""
     return max(dtypes, key=lambda dtype: _FORMATS[dtype][0])
+
+
+def known(dtype: str) -> bool:
+    """Return False for bfloat16 without ml_dtypes."""
+    try:
+        dtype_named(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 class Units(NamedTuple):

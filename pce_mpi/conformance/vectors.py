@@ -29,7 +29,7 @@ from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.orders import KIT, Orders
 from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict, shaped
 from pce_mpi.conformance.plain import made, plain
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.running import settle
 from pce_mpi.conformance.terms import Gradient
 from pce_mpi.conformance.units import Tolerance
@@ -37,10 +37,8 @@ from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import check
 
-Array = np.ndarray[Any, Any]
-
 _FORMAT = {"format": "pce_mpi conformance vectors", "version": 1}
-_INDEX = "index.json"
+INDEX = "index.json"
 # What results have for the vector NAME is called NAME/loss, ...
 _RESULTS = ("loss", "dlogits", "refused")
 
@@ -74,44 +72,30 @@ def export(
     `pattern` and `dtypes` select cases as in `cases`. Other files in `folder` are left alone. Needs safetensors. Raises
     `ValueError` if no case fits a pattern.
     """
-    from safetensors.numpy import save_file
-
-    folder = Path(folder)
     selected = [case for case in cases(EVERYTHING, pattern=pattern, dtypes=dtypes) if _numbers_show(case)]
-    entries = []
-    for size in dict.fromkeys(ranks):
-        for case in selected:
-            problem = problem_of(case, EVERYTHING, size, seed=seed)
-            if problem.gathered or {problem.memory, problem.target_memory, problem.dloss_memory} != {"C"}:
-                continue  # the same numbers as in another case
-            name = f"{case.name}/{size}-ranks"
-            path = folder / f"{name}.safetensors"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({key: np.array(array, order="C") for key, array in _tensors(case, problem)}, path)
-            entries.append(_entry(name, case, problem))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text(_page(), encoding="utf-8")
-    index = json.dumps({**_FORMAT, "seed": seed, "vectors": plain(entries)}, indent=1, allow_nan=False)
-    (folder / _INDEX).write_text(f"{index}\n", encoding="utf-8")
-    return len(entries)
+
+    def vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
+        for size in dict.fromkeys(ranks):
+            for case in selected:
+                problem = problem_of(case, EVERYTHING, size, seed=seed)
+                # Other memory has the same numbers as in another case.
+                if not problem.gathered and {problem.memory, problem.target_memory, problem.dloss_memory} == {"C"}:
+                    yield _entry(f"{case.name}/{size}-ranks", case, problem), dict(_tensors(case, problem))
+
+    judged_so = f"\n## How results are judged\n\n{inspect.cleandoc(judging.__doc__ or '')}\n"
+    return write(Path(folder), {**_FORMAT, "seed": seed}, vectors(), judged_so)
 
 
 def judged(
     folder: str | os.PathLike[str], results: str | os.PathLike[str], *, strict: bool = False, tolerance: float = 1.0
 ) -> Report:
-    """Compare the safetensors file `results` with the vectors in `folder`.
-
-    For the vector NAME the file has NAME/loss and, if there is one, NAME/dlogits, of all classes; or NAME/refused, with
-    any content. A vector that the file does not have is not offered.
+    """Compare the safetensors file `results` with the vectors in `folder`; `vectors.md` says what the file has.
 
     Raises `FileNotFoundError` if there is no index or no file, `ValueError` for a malformed index, safetensors file or
     vector, and for results of no vector.
     """
-    seed, entries = _index(Path(folder) / _INDEX)
-    given = _read(Path(results))
-    known = {f"{entry.name}/{key}" for entry in entries for key in _RESULTS}
-    if unknown := sorted(given.keys() - known):
-        raise ValueError(f"{results} has {shown(unknown[0])}, which is the result of no vector in {folder}")
+    seed, entries = _index(Path(folder) / INDEX)
+    given = read_results(results, folder, {f"{entry.name}/{key}" for entry in entries for key in _RESULTS})
     settings = Orders("", strict=strict, tolerance=tolerance).settings()
     command = [*KIT, "--vectors", str(folder), "--results", str(results), *settings]
     outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in entries]
@@ -164,13 +148,31 @@ def _entry(name: str, case: Case, problem: Problem) -> Entry:
     )
 
 
-def _page() -> str:
+def write(
+    folder: Path, head: dict[str, Any], vectors: Iterable[tuple[Any, Mapping[str, Array]]], more: str = ""
+) -> int:
+    """Write the tensors of each entry, the page with `more` at its end, and the index; return how many there are."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for entry, tensors in vectors:
+        path = folder / entry.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: np.array(array, order="C") for name, array in tensors.items()}, path)
+        entries.append(entry)
     page = resources.files(__package__).joinpath("vectors.md").read_text(encoding="utf-8")
-    return f"{page}\n## How results are judged\n\n{inspect.cleandoc(judging.__doc__ or '')}\n"
+    (folder / "README.md").write_text(page + more, encoding="utf-8")
+    index = json.dumps({**head, "vectors": plain(entries)}, indent=1, allow_nan=False)
+    (folder / INDEX).write_text(f"{index}\n", encoding="utf-8")
+    return len(entries)
 
 
-def _read(path: Path) -> dict[str, Array]:
-    with TensorFile(path) as file:
+def read_results(path: str | os.PathLike[str], folder: str | os.PathLike[str], known: set[str]) -> dict[str, Array]:
+    """Return the results in a file; raise `ValueError` if it has others than the `known` ones of `folder`."""
+    with TensorFile(Path(path)) as file:
+        if unknown := sorted(file.arrays.keys() - known):
+            raise ValueError(f"{path} has {shown(unknown[0])}, which is the result of no vector in {folder}")
         return {name: file.read(name) for name in file.arrays}
 
 
@@ -213,7 +215,9 @@ def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
 def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
     path = folder / entry.file
     try:
-        return _judged(entry, _problem(entry, _read(path)), given, tolerance)
+        with TensorFile(path) as file:
+            tensors = {name: file.read(name) for name in file.arrays}
+        return _judged(entry, _problem(entry, tensors), given, tolerance)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no problem: {shortened(str(error))}") from error
 

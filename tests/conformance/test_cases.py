@@ -18,13 +18,12 @@ from jobs.launch import complete
 from pce_mpi import dense
 from pce_mpi.conformance import Gradient, Offer, Outcome, Verdict, cases, load, offer_of, offers
 from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, adapted
-from pce_mpi.conformance.cases import Expects, Needs
+from pce_mpi.conformance.cases import Cases, Expects, Needs
 from pce_mpi.conformance.catalogue import catalogue
-from pce_mpi.conformance.declaring import Cases
 from pce_mpi.conformance.drawing import chunks, random_problem
 from pce_mpi.conformance.fitting import problem_of, unmet_need
 from pce_mpi.conformance.kinds import KINDS
-from pce_mpi.conformance.kinds.statistics import exact_statistic
+from pce_mpi.conformance.kinds.log_prob import exact_statistic
 from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.plain import made, plain

@@ -62,14 +62,7 @@ class JaxShardMap:
         self._comm.Free()
 
     def __call__(
-        self,
-        logits: Any,
-        targets: Any,
-        *,
-        class_start: int,
-        num_classes: int,
-        comm: MPI.Intracomm,
-        **options: Any,
+        self, logits: Any, targets: Any, *, class_start: int, num_classes: int, comm: MPI.Intracomm, **options: Any
     ) -> tuple[Any, Callable[[Any], Any]]:
         """Return the loss of this rank's device, and the backward pass to this rank's shard."""
         axis = options.get("axis", -1) % logits.ndim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pce_mpi.conformance.offers import EVERYTHING
 from pce_mpi.conformance.terms import Gradient
@@ -14,20 +14,15 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
 )
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 class ForwardAndBackward:
     """`softmax_cross_entropy_forward`, then `softmax_cross_entropy_backward` with the kit's upstream gradient."""
 
     offer = EVERYTHING
 
-    def __call__(
-        self, logits: Any, targets: Any, *, comm: MPI.Intracomm | None, **options: Any
-    ) -> tuple[Any, Callable[[Any], Any]]:
+    def __call__(self, logits: Any, targets: Any, **options: Any) -> tuple[Any, Callable[[Any], Any]]:
         """Return the loss and its backward pass."""
-        loss, residuals = softmax_cross_entropy_forward(logits, targets, comm=comm, **options)
+        loss, residuals = softmax_cross_entropy_forward(logits, targets, **options)
         return loss, lambda dloss: softmax_cross_entropy_backward(dloss, residuals)
 
 
@@ -36,6 +31,6 @@ class ValueAndGrad:
 
     offer = replace(EVERYTHING, gradient=Gradient.VALUE)
 
-    def __call__(self, logits: Any, targets: Any, *, comm: MPI.Intracomm | None, **options: Any) -> tuple[Any, Any]:
+    def __call__(self, logits: Any, targets: Any, **options: Any) -> tuple[Any, Any]:
         """Return the loss and its gradient."""
-        return softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        return softmax_cross_entropy_value_and_grad(logits, targets, **options)

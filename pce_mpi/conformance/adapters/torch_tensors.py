@@ -67,7 +67,8 @@ class ProcessGroup:
 
         if self.started:
             return
-        there = comm.allgather((distributed.get_rank(), distributed.get_world_size()) if _is_there() else None)
+        is_there = distributed.is_available() and distributed.is_initialized()
+        there = comm.allgather((distributed.get_rank(), distributed.get_world_size()) if is_there else None)
         if there == [None] * comm.size:
             os.environ |= {"RANK": str(comm.rank), "LOCAL_RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
             store_of: Any = distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]  # not in __all__
@@ -97,9 +98,3 @@ class ProcessGroup:
         if ProcessGroup._made and not ProcessGroup._users:
             ProcessGroup._made = False
             distributed.destroy_process_group()
-
-
-def _is_there() -> bool:
-    from torch import distributed
-
-    return distributed.is_available() and distributed.is_initialized()

@@ -17,26 +17,22 @@ _FAMILIES = (numbers, special_values, shapes, targets, options, calls)
 
 
 def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *, large: bool = False) -> list[Case]:
-    """Return every case of a loss or of the kind of `offer`, also those that `offer` does not cover.
+    """Return every case of a loss or of the kind of `offer`, covered by it or not; with `large`, also the one of GiB.
 
-    With `large`, the case that takes GiB is among them.
-
-    Cases for another kind of candidate than that of `offer` are left out. Cases that are not about numbers come in one
-    dtype only: the first of float32, float64, bfloat16 and float16 that is in `offer` and in `dtypes`. No case has a
-    dtype outside `dtypes`.
+    Cases that are not about numbers come in one dtype only: the first of float32, float64, bfloat16 and float16 that is
+    in `offer` and in `dtypes`.
     """
     wanted = tuple(DTYPES if dtypes is None else dtypes)
     for dtype in wanted:
         if dtype not in DTYPES:
             raise ValueError(f"dtypes must be among {', '.join(DTYPES)}, got {dtype!r}")
     offered = DTYPES if offer is None else offer.dtypes
-    main = next((dtype for dtype in DTYPES if dtype in offered and dtype in wanted), wanted[0])
+    usable = [dtype for dtype in DTYPES if dtype in offered and dtype in wanted] or wanted[:1]
     kind = KINDS["loss" if offer is None else offer.kind]
-    every = [case for module in _FAMILIES if kind.shared_cases for case in module.CASES.of(main)]
-    every += () if kind.cases is None else kind.cases.of(main)
+    every = [case for module in _FAMILIES if kind.shared_cases for case in module.CASES.of(usable[0])]
+    every += () if kind.cases is None else kind.cases.of(usable[0])
     if large:
-        smallest = next((dtype for dtype in reversed(DTYPES) if dtype in offered and dtype in wanted), wanted[0])
-        every += shapes.LARGE.of(smallest)
+        every += shapes.LARGE.of(usable[-1])
     found = [
         case
         for case in dict.fromkeys(every)

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.cases import Expects, Setting, grid
-from pce_mpi.conformance.declaring import Cases, table
+from pce_mpi.conformance.cases import Cases, Expects, Setting, grid, table
 from pce_mpi.conformance.drawing import even, random_problem, rounded
 from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.terms import Gradient

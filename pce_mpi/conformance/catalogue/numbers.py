@@ -7,19 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
-from pce_mpi.conformance.drawing import (
-    even,
-    generator,
-    normal_logits,
-    random_problem,
-    rounded,
-    uneven,
-)
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.cases import EACH_REDUCTION, Cases, Setting, table
+from pce_mpi.conformance.drawing import even, generator, normal_logits, random_problem, rounded, uneven
+from pce_mpi.conformance.problems import Array, Problem
 
 CASES = Cases()
 
@@ -112,10 +102,7 @@ def _more_classes(setting: Setting, block: int) -> Problem:
 
 # No shard of the 12 classes is empty on up to 4 ranks.
 @CASES.case(
-    "many-rows/{which}",
-    table("which dtype", ("{main}", ""), ("bfloat16", "bfloat16")),
-    rows=66_001,
-    classes=12,
+    "many-rows/{which}", table("which dtype", ("{main}", ""), ("bfloat16", "bfloat16")), rows=66_001, classes=12
 )
 def _many_rows(setting: Setting) -> Problem:
     """More rows than 65,535, the limit of a CUDA grid's second axis; a sum over rows that is kept in half precision, or

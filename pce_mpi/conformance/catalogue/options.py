@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting
 from pce_mpi.conformance.drawing import random_problem, uneven
 from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.terms import OPTIONS

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Expects, Setting
-from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
+from pce_mpi.conformance.cases import EACH_REDUCTION, Cases, Expects, Setting, table
 from pce_mpi.conformance.drawing import Splits, chunks, even, random_problem, uneven
 from pce_mpi.conformance.problems import Problem
 

@@ -9,21 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting
 from pce_mpi.conformance.drawing import random_problem, rounded
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
 
 CASES = Cases(special=True)
 
-_LOWEST = {
-    "float16": -65504.0,
-    "bfloat16": -(2.0 - 2.0**-7) * 2.0**127,
-    "float32": -(2.0 - 2.0**-23) * 2.0**127,
-    "float64": -(2.0 - 2.0**-52) * 2.0**1023,
-}
 # One loss per row shows which rows are off.
 _BY_ROW = ("none", "mean", "sum")
 
@@ -49,10 +40,6 @@ def _or_a_third(rows: Array, classes: Array, masked: Any) -> Array:
     return np.where(rows % 2, (classes + rows) % 3 == 0, masked)
 
 
-def _shard_of(problem: Problem, classes: Array) -> Array:
-    return np.searchsorted(problem.splits, classes, side="right") - 1
-
-
 @CASES.case("masked-shard/last")
 def _last_shard(setting: Setting) -> Problem:
     """A shard of -inf alone: its own maximum is -inf, and -inf - -inf is nan (TransformerEngine, flash-attention)."""
@@ -64,7 +51,7 @@ def _shard_by_row(setting: Setting) -> Problem:
     """A shard of -inf alone, where every rank has rows that are masked on it and rows that are not."""
 
     def which(problem: Problem, rows: Array, classes: Array) -> Array:
-        return _or_a_third(rows, classes, _shard_of(problem, classes) == rows // 2 % problem.ranks)
+        return _or_a_third(rows, classes, problem.rank_of(classes) == rows // 2 % problem.ranks)
 
     return _masked(setting, which)
 
@@ -82,7 +69,7 @@ def _first_block(setting: Setting) -> Problem:
     """
 
     def which(problem: Problem, rows: Array, classes: Array) -> Array:
-        local = classes - np.asarray(problem.splits)[_shard_of(problem, classes)]
+        local = classes - np.asarray(problem.splits)[problem.rank_of(classes)]
         return np.asarray((local < 32_768) & ((rows == 0) | (local % 256 > 0)))
 
     return _masked(replace(setting, classes=33_000 * setting.ranks), which)
@@ -103,7 +90,8 @@ def _finite_mask(setting: Setting, value: float, options: tuple[str, ...]) -> Pr
     problem = random_problem(setting, options=options)
     rows, classes = np.indices(problem.logits.shape)
     masked = ((classes + rows) % 3 == 0) & (classes != problem.targets[:, None])
-    least = rounded(setting, max(value, _LOWEST[problem.dtype.name]))
+    lowest = np.nextafter(rounded(setting, -np.inf), rounded(setting, 0.0))
+    least = rounded(setting, max(value, float(lowest)))
     return replace(problem, logits=np.where(masked, least, problem.logits))
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Expects, Setting
-from pce_mpi.conformance.declaring import EACH_REDUCTION, Cases, table
+from pce_mpi.conformance.cases import EACH_REDUCTION, Cases, Expects, Setting, table
 from pce_mpi.conformance.drawing import even, option_values, random_problem, random_targets, rounded, uneven
-from pce_mpi.conformance.problems import Problem
+from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.terms import OPTIONS, Gradient
-
-Array = np.ndarray[Any, Any]
 
 CASES = Cases()
 
@@ -69,10 +65,9 @@ def _ignored_unevenly(setting: Setting) -> Problem:
     ranks, is wrong.
     """
     problem = random_problem(setting, uneven(setting), options=_IGNORED)
-    owner = np.searchsorted(problem.splits, problem.targets, side="right") - 1
     targets = problem.targets.copy()
     first, last = problem.splits[0], problem.splits[-1] - 1
-    targets[owner != problem.ranks - 1] = setting.ignore_index
+    targets[problem.rank_of(targets) != problem.ranks - 1] = setting.ignore_index
     targets[:3] = (last, last, first)[: targets[:3].size]
     return replace(problem, targets=targets)
 
@@ -111,45 +106,32 @@ def _targets_expanded(setting: Setting) -> Problem:
     return replace(problem, targets=np.full_like(problem.targets, problem.targets[:1].sum()))
 
 
+_NO_CLASS = """A target that no rank owns: a loss of logsumexp, a gradient of softmax and a row that counts, without a
+word (Megatron, PyTorch's loss_parallel). To be refused on every rank, without hanging."""
+_WRAPPED = "A target of 2**32 + 1, which is class 1 for who keeps targets in 32 bits."
+_FROM_END = "A negative target that is not ignore_index: an index from the end, on the rank that takes it for its own."
+_UNUSUAL = "-100 where ignore_index is something else: no class and not ignored either."
+
+
 @CASES.case(
     "target-out-of-range/{name}",
-    table("name beyond", ("one-too-many", 0), ("far", 10**9)),
+    table(
+        "name number beyond options any_ignore_index catches",
+        ("one-too-many", 0, True, (), False, _NO_CLASS),
+        ("far", 10**9, True, (), False, _NO_CLASS),
+        ("wraps-in-int32", 2**32 + 1, False, (), False, _WRAPPED),
+        ("negative", -1, False, (), False, _FROM_END),
+        ("another-ignore_index", -100, False, _IGNORED, True, _UNUSUAL),
+    ),
     checks_targets=True,
     expects=Expects.REFUSAL,
 )
-def _beyond(setting: Setting, beyond: int = 0, number: int | None = None, **options: int) -> Problem:
-    """A target that no rank owns: a loss of logsumexp, a gradient of softmax and a row that counts, without a word
-    (Megatron, PyTorch's loss_parallel). To be refused on every rank, without hanging.
-    """
+def _no_class(setting: Setting, number: int, beyond: bool, options: tuple[str, ...]) -> Problem:
     problem = random_problem(setting)
     targets = problem.targets.copy()
-    beside = number if number != setting.ignore_index or options else -2
-    targets[setting.rows // 2] = problem.classes + beyond if beside is None else beside
-    return replace(problem, targets=targets, options=options)
-
-
-@CASES.case("target-out-of-range/wraps-in-int32", checks_targets=True, expects=Expects.REFUSAL)
-def _wraps_in_int32(setting: Setting) -> Problem:
-    """A target of 2**32 + 1, which is class 1 for who keeps targets in 32 bits."""
-    return _beyond(setting, number=2**32 + 1)
-
-
-@CASES.case("target-out-of-range/negative", checks_targets=True, expects=Expects.REFUSAL)
-def _negative(setting: Setting) -> Problem:
-    """A negative target that is not ignore_index: an index from the end, on the rank that takes it for its own."""
-    return _beyond(setting, number=-1)
-
-
-@CASES.case(
-    "target-out-of-range/another-ignore_index",
-    options=_IGNORED,
-    any_ignore_index=True,
-    checks_targets=True,
-    expects=Expects.REFUSAL,
-)
-def _another_ignore_index(setting: Setting) -> Problem:
-    """-100 where ignore_index is something else: no class and not ignored either."""
-    return _beyond(setting, number=-100, ignore_index=-1)
+    alone = number if number != setting.ignore_index or options else -2
+    targets[setting.rows // 2] = problem.classes + number if beyond else alone
+    return replace(problem, targets=targets, options=dict.fromkeys(options, -1))
 
 
 def _soft(setting: Setting, total: float | None = None, options: tuple[str, ...] = ()) -> Problem:

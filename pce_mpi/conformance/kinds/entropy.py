@@ -7,11 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from pce_mpi.conformance.faults import Faults, Given, of_gradient
 from pce_mpi.conformance.kinds import support
-from pce_mpi.conformance.kinds.statistics import exact_statistic
-from pce_mpi.conformance.problems import Kind
-from pce_mpi.conformance.textbook import Array, Textbook
+from pce_mpi.conformance.kinds.log_prob import exact_statistic
+from pce_mpi.conformance.problems import Array, Kind
+from pce_mpi.conformance.textbook import Faults, Given, Textbook, of_gradient
 
 # What a function without targets, which is not declared, may be.
 NOT_DECLARED = 'where it is an entropy, which takes no targets, declare it: @offers(kind="entropy")'

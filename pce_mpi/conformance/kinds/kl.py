@@ -8,13 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting
 from pce_mpi.conformance.drawing import random_problem, rounded
-from pce_mpi.conformance.faults import Faults, Given, all_ranks, of_gradient
-from pce_mpi.conformance.problems import Kind, Problem
+from pce_mpi.conformance.problems import Array, Kind, Problem
 from pce_mpi.conformance.terms import DTYPES, REDUCTIONS
-from pce_mpi.conformance.textbook import Array, Textbook, softmax
+from pce_mpi.conformance.textbook import Faults, Given, Textbook, all_ranks, of_gradient, softmax
 from pce_mpi.conformance.texts import meant
 
 
@@ -45,13 +43,7 @@ def of_problem(problem: Problem, student: Array, teacher: Array) -> tuple[Array,
         axis=problem.axis,
     )
     factor = temperature**2 if problem.conventions["temperature_squared"] else 1.0
-    upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
-    slope = factor * (np.expand_dims(upstream, problem.axis) if upstream.ndim else upstream)
-    return np.asarray(found.divergence) * factor, found.dstudent * slope
-
-
-def _exact(problem: Problem) -> tuple[Array, Array]:
-    return of_problem(problem, problem.logits, problem.targets)
+    return np.asarray(found.divergence) * factor, found.dstudent * (factor * problem.upstream)
 
 
 def sizes(book: Textbook) -> tuple[Array, Array, Array]:
@@ -81,11 +73,8 @@ def _given(b: Textbook, student: Array, teacher: Array, **conventions: object) -
 def times_ranks(b: Textbook) -> Faults:
     """Automodel, Model-Optimizer: an all-reduce whose backward sums what every rank has computed alike."""
     if (ranks := b.problem.ranks) > 1:
-        gradient = b.problem.row_major(b.problem.expected[1])
-        yield (
-            f"the gradient is {ranks} times too large: it is summed over the ranks once more",
-            of_gradient(ranks * gradient),
-        )
+        text = f"the gradient is {ranks} times too large: it is summed over the ranks once more"
+        yield text, of_gradient(ranks * b.problem.row_major(b.problem.expected[1]))
 
 
 def _faults(b: Textbook) -> Faults:
@@ -218,7 +207,7 @@ def _temperature(setting: Setting) -> Problem:
 KL = Kind(
     noun="divergence",
     plural="divergences",
-    exact=_exact,
+    exact=lambda problem: of_problem(problem, problem.logits, problem.targets),
     sizes=sizes,
     faults=_faults,
     told='the numbers are a divergence: that is declared by @offers(kind="kl")',

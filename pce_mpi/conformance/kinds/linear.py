@@ -12,15 +12,13 @@ from itertools import chain
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting
 from pce_mpi.conformance.drawing import random_problem, rounded
-from pce_mpi.conformance.faults import Faults, all_ranks
 from pce_mpi.conformance.kinds.entropy import ENTROPY
 from pce_mpi.conformance.kinds.log_prob import LOG_PROB
 from pce_mpi.conformance.kinds.loss import LOSS
-from pce_mpi.conformance.problems import Kind, Operands, Problem
-from pce_mpi.conformance.textbook import Array, Textbook, softmax
+from pce_mpi.conformance.problems import Array, Kind, Operands, Problem
+from pce_mpi.conformance.textbook import Faults, Textbook, all_ranks, softmax
 from pce_mpi.exact.products import product
 
 # Tiles of the vocabulary that kernels have.

@@ -8,10 +8,9 @@ import numpy as np
 
 from pce_mpi import dense
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.faults import Computed, Faults, Given, all_ranks, each_rank, of_gradient
-from pce_mpi.conformance.problems import Kind, Problem
+from pce_mpi.conformance.problems import Array, Kind, Problem
 from pce_mpi.conformance.terms import OPTIONS, REDUCTIONS
-from pce_mpi.conformance.textbook import Array, Textbook, softmax
+from pce_mpi.conformance.textbook import Computed, Faults, Given, Textbook, all_ranks, each_rank, of_gradient, softmax
 
 _LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128, "float32": 2.0**128, "float64": np.finfo(np.float64).max}
 
@@ -20,10 +19,7 @@ def _exact(problem: Problem) -> tuple[Array, Array]:
     loss, gradient = dense.softmax_cross_entropy_value_and_grad(
         problem.logits, problem.targets, axis=problem.axis, reduction=problem.reduction, **problem.exact_options
     )
-    if problem.dloss is not None:
-        upstream = problem.dloss.astype(np.float64)
-        gradient = gradient * (np.expand_dims(upstream, problem.axis) if upstream.ndim else upstream)
-    return np.asarray(loss), gradient
+    return np.asarray(loss), gradient * problem.upstream
 
 
 def sizes(book: Textbook) -> tuple[Array, Array, Array]:

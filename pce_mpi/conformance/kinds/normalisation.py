@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.conformance.kinds.step_problem import Step
-from pce_mpi.conformance.problems import Problem
-from pce_mpi.conformance.textbook import Array, Textbook
+from pce_mpi.conformance.problems import Array, Problem
+from pce_mpi.conformance.textbook import Textbook
 
 # Whether two arrays are the same, but for rounding.
 _Same = Callable[[Any, Any], bool]
@@ -54,10 +54,7 @@ def tell(book: Textbook, name: str, got: Array) -> str | None:
 
 
 def tell_losses(problem: Problem, answers: Sequence[Any]) -> str | None:
-    """Say in a sentence that the losses of all micro-batches do not make the mean of the step; None if they do.
-
-    They do combined as gradients are, or where every rank has that of all ranks.
-    """
+    """Say that losses, combined as gradients or alike on all ranks, are not the mean of the step; None if they are."""
     assert isinstance(problem, Step)
     step, losses, book, same = problem, answers[0].products["losses"], Textbook.of(problem), _same_in(problem)
     if np.isnan(losses).any():

@@ -8,14 +8,13 @@ from itertools import chain
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.conformance.cases import Setting, grid
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting, grid
 from pce_mpi.conformance.drawing import normal_logits, random_targets, rounded
 from pce_mpi.conformance.kinds.normalisation import tell, tell_losses
 from pce_mpi.conformance.kinds.step_problem import Step
-from pce_mpi.conformance.problems import Kind, Problem
+from pce_mpi.conformance.problems import Array, Kind, Problem
 from pce_mpi.conformance.terms import Gradient
-from pce_mpi.conformance.textbook import Array, Textbook
+from pce_mpi.conformance.textbook import Textbook
 
 
 def _exact(problem: Problem) -> tuple[Array, Array]:

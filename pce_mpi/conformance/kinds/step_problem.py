@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.conformance.problems import Problem
-
-Array = np.ndarray[Any, Any]
+from pce_mpi.conformance.problems import Array, Problem
 
 # A gradient that is that far from any multiple of the due one gives its token no weight, by the bytes of a logit.
 _OFF = {2: 0.05, 4: 1e-3, 8: 1e-3}
@@ -61,10 +59,7 @@ class Step(Problem):
         return parts
 
     def weights(self, of: int, gradients: Sequence[Array]) -> Array:
-        """Return what each token of a rank counts in the combined gradient; `gradients` are of its micro-batches.
-
-        nan where the gradient is nan, infinite where it is no multiple of the one that is due.
-        """
+        """Return what each token of a rank counts; nan for a nan gradient, infinite for no multiple of the due one."""
         mine = self.places[0] == of
         weights, due = self.expected[0].reshape(-1)[mine], self.row_major(self.expected[1])[mine]
         got = np.concatenate([each.reshape(-1, self.classes) for each in gradients]).astype(np.float64)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
-from pce_mpi.conformance.cases import Setting
-from pce_mpi.conformance.declaring import Cases
+from pce_mpi.conformance.cases import Cases, Setting
 from pce_mpi.conformance.drawing import random_problem, uneven
-from pce_mpi.conformance.faults import Faults, Given
-from pce_mpi.conformance.problems import Problem
-from pce_mpi.conformance.textbook import Array, Textbook
+from pce_mpi.conformance.problems import Array, Problem
+from pce_mpi.conformance.textbook import Faults, Given, Textbook
 
 CASES = Cases(options=("support",))
 
@@ -27,25 +26,19 @@ def faults(b: Textbook) -> Faults:
     ids, offsets = over_all.options["support"]
     row_of = np.repeat(np.arange(whole.rows), np.diff(offsets))
     inside = np.zeros(b.p.shape, np.bool_)
-    for start, stop in zip(whole.splits[:-1], whole.splits[1:], strict=True):
+    for start, stop in pairwise(whole.splits):
         near = ids < stop - start
         inside[row_of[near], start + ids[near]] = True
     text = "the ids of the support are taken for numbers of each rank's own classes"
-    answer = _answer(_masked(whole, inside))
+    answer = _answer(whole.within(inside))
     yield text, answer
     yield text, Given(answer.losses, None)
     if whole.ranks > 1 and whole.with_numbers:
-        owner = np.searchsorted(whole.splits, whole.targets.reshape(-1), side="right") - 1
-        own = np.searchsorted(whole.splits, np.arange(whole.classes), side="right") - 1 == owner[:, None]
+        own = whole.rank_of(np.arange(whole.classes)) == whole.rank_of(whole.targets.reshape(-1))[:, None]
         text = "the softmax is over the classes of the support that the target's rank has: its sum is never reduced"
-        answer = _answer(_masked(b.problem, own))
+        answer = _answer(b.problem.within(own))
         yield text, answer
         yield text, Given(answer.losses, b.gradient())
-
-
-def _masked(problem: Problem, inside: Array) -> Problem:
-    shaped = np.moveaxis(inside.reshape(*problem.rows_shape, problem.classes), -1, problem.axis)
-    return replace(problem, logits=np.where(shaped, problem.logits, np.asarray(-np.inf, problem.dtype)))
 
 
 def _answer(problem: Problem) -> Given:
@@ -80,9 +73,7 @@ def _some_classes(setting: Setting) -> Problem:
 def _uneven_shards(setting: Setting) -> Problem:
     """Global ids on shards of several lengths."""
     return _with_support(
-        setting,
-        lambda problem, rng, row: rng.choice(problem.classes, 5),
-        random_problem(setting, uneven(setting)),
+        setting, lambda problem, rng, row: rng.choice(problem.classes, 5), random_problem(setting, uneven(setting))
     )
 
 
@@ -97,7 +88,7 @@ def _on_one_rank(setting: Setting) -> Problem:
     """A row's support in one shard: a maximum of no class is -inf on the other ranks, and -inf less -inf is nan."""
 
     def own(problem: Problem, rng: np.random.Generator, row: int) -> Array:
-        rank = problem.rank_of(int(problem.targets.reshape(-1)[row]))
+        rank = problem.rank_of(problem.targets.reshape(-1)[row])
         return np.arange(*problem.splits[rank : rank + 2])[::2]
 
     return _with_support(setting, own)

@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.conformance.faults import Faults, Given
 from pce_mpi.conformance.kinds import kl
-from pce_mpi.conformance.problems import Kind, Problem
+from pce_mpi.conformance.problems import Array, Kind, Problem
 from pce_mpi.conformance.terms import REDUCTIONS
-from pce_mpi.conformance.textbook import Array, Textbook, softmax
+from pce_mpi.conformance.textbook import Faults, Given, Textbook, softmax
 from pce_mpi.conformance.texts import meant
 
 _LARGEST = 4
@@ -80,8 +79,7 @@ def _of_support(problem: Problem, chosen: Array, rest: str) -> tuple[Array, Arra
         factor = scale**-2 if problem.conventions["temperature_squared"] else 1.0
         if problem.reduction == "mean":
             factor = factor / problem.rows if problem.rows else np.nan
-        upstream = np.ones(()) if problem.dloss is None else problem.dloss.astype(np.float64)
-        gradient = gradient * factor * np.broadcast_to(upstream.reshape(-1), rows.shape)[:, None]
+        gradient = gradient * factor * np.broadcast_to(problem.upstream.reshape(-1), rows.shape)[:, None]
         loss = rows.reshape(problem.rows_shape) if problem.reduction == "none" else rows.sum()
     shape = *problem.rows_shape, problem.classes
     return np.asarray(loss * factor), np.moveaxis(gradient.reshape(shape), -1, problem.axis)

@@ -12,10 +12,7 @@ from pce_mpi.conformance.offers import Offer
 
 
 def render(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) -> str:
-    """Render a line for each case; below cases that catch the same fault, that fault, in lines of `width`.
-
-    With an `offer`, each line says whether it covers the case.
-    """
+    """Render a line for each case, and if an `offer` covers it; below those that catch the same fault, that fault."""
     cases = list(cases)
     names = max((len(case.name) for case in cases), default=0)
     dtypes = max((len(case.dtype) for case in cases), default=0)

@@ -21,10 +21,7 @@ _NOT_FINITE = "#d633c8"
 
 
 def drawn(picture: ErrorMap, name: str) -> str:
-    """Draw an SVG element whose text and lines have the colour of the text around it.
-
-    `name`, one word, is the prefix of the ids in it: it must be unique in a page.
-    """
+    """Draw an SVG element in the colours of the text around it; its ids begin with `name`, a word, unique in a page."""
     errors = np.ma.masked_invalid(np.asarray(picture.errors, np.float64))
     rows, most = errors.shape[0], float(np.log10(np.abs(errors.filled(0.0)).max(initial=10.0)))
 

@@ -79,10 +79,7 @@ def title(outcome: Outcome, report: Report) -> str:
 
 
 def by_cause(report: Report) -> list[list[Outcome]]:
-    """Return the failures of each cause; causes that differ only in numbers are one.
-
-    The most harmful come first, by the most harmful case, then the most frequent.
-    """
+    """Return the failures of each cause, whatever its numbers: the most harmful first, then the most frequent."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in report.failed:
         groups.setdefault(_likeness(outcome), []).append(outcome)
@@ -145,10 +142,7 @@ def _declarations(report: Report) -> dict[str, int]:
 
 
 def extreme_rows(report: Report) -> list[list[Cell]]:
-    """Return the table of the largest errors of passing and of all cases, by dtype and quantity.
-
-    No rows if nothing was measured.
-    """
+    """Return the table of the largest errors of passing and of all cases, by dtype and quantity; [] without any."""
     worst: dict[tuple[str, str], tuple[Accuracy, str]] = {}
     passing: dict[tuple[str, str], float] = {}
     for outcome in report.outcomes:
