@@ -10,9 +10,10 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.kinds import KINDS
-from pce_mpi.conformance.places import place_of_gradient, place_of_loss, rounded_to
+from pce_mpi.conformance.places import inexact_and_rounded, place_of_gradient, place_of_loss, rounded_to
 from pce_mpi.conformance.problems import Array, Kind, Problem
 from pce_mpi.conformance.textbook import Answer, Given, Textbook
+from pce_mpi.conformance.units import coarsest, finest
 
 # An answer is that of a fault if it is this much closer to it than to the truth, one number alone so much more ...
 _CLOSER, _ALONE = 8.0, 256.0
@@ -51,7 +52,7 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
         known = list(declared.faults(book)) if book.p.size <= MANY else []
         # An exact test comes before formulas: the same numbers may be close to another fault's.
         texts = {
-            q.name: (rounded_to(book, q.name, q.got, q.distance, q.truth) if q.got.any() else None)
+            q.name: (rounded_to(*q.beside_truth) if q.got.any() and q.dtype == problem.dtype.name else None)
             or declared.tell(book, q.name, q.got)
             or (None if q.got.any() else _place(book, q))
             for q in wrong
@@ -97,9 +98,11 @@ class _Quantity:
     """The loss, (ranks, numbers), or the gradient, (rows, classes).
 
     `alone` are the numbers that are measured by their own size; others are measured by the largest of their row.
+    `dtype` is the one of their ulps.
     """
 
     name: str
+    dtype: str
     got: Array
     truth: Array
     wrong: Array
@@ -111,6 +114,11 @@ class _Quantity:
     def is_nan(self) -> bool:
         """True if all that is wrong is nan."""
         return bool(np.isnan(self.got[self.wrong]).all())
+
+    @property
+    def beside_truth(self) -> tuple[str, str, Array, Array, float]:
+        """Its name and dtype, the numbers, the right ones and the distance of both."""
+        return self.name, self.dtype, self.got, self.truth, self.distance(self.truth)
 
     def distance(self, other: Array) -> float:
         """Return the largest difference from `other`, relative to the sizes of the numbers."""
@@ -159,7 +167,8 @@ def _of_losses(book: Textbook, losses: Sequence[Any], wrong: Any) -> _Quantity:
     if problem.reduction == "sum":
         floor *= max(problem.rows, 1)
     mask = np.asarray(wrong).reshape(got.shape)
-    return _quantity("loss", got, truth, mask, dtype, floor, np.ones(got.shape, np.bool_))
+    unit = finest(coarsest(compute_dtype_of(problem.dtype).name, dtype.name), problem.dtype.name)
+    return _quantity("loss", unit, got, truth, mask, dtype, floor, np.ones(got.shape, np.bool_))
 
 
 def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
@@ -173,13 +182,15 @@ def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
         floor = floor + 2.0**-24  # subnormal numbers of other dtypes do not matter
     mask = problem.row_major(np.asarray(wrong))
     alone = book.q != 0 if problem.with_numbers else np.zeros(got.shape, np.bool_)
-    return _quantity("gradient", got, truth, mask, problem.dtype, floor, alone)
+    return _quantity("gradient", problem.dtype.name, got, truth, mask, problem.dtype, floor, alone)
 
 
-def _quantity(name: str, got: Array, truth: Array, wrong: Array, dtype: Any, floor: Any, alone: Array) -> _Quantity:
+def _quantity(
+    name: str, unit: str, got: Array, truth: Array, wrong: Array, dtype: Any, floor: Any, alone: Array
+) -> _Quantity:
     close = _CLOSE[np.dtype(dtype).itemsize] * _eps(dtype)
     got = np.where(np.isnan(got) & ~wrong, truth, got)  # nan that the judge allows is no fault
-    return _Quantity(name, got, truth, wrong, close, floor, alone)
+    return _Quantity(name, unit, got, truth, wrong, close, floor, alone)
 
 
 def _fitting(quantities: list[_Quantity], known: list[tuple[str, Answer]], *, lone: bool) -> list[str]:
@@ -222,7 +233,7 @@ def _place(book: Textbook, q: _Quantity) -> str | None:
         distance = q.distance(numbers)
         return distance <= q.close and distance * _CLOSER <= q.distance(q.truth)
 
-    return place(book, q.got, q.truth, q.wrong, close)
+    return inexact_and_rounded(*q.beside_truth) or place(book, q.got, q.truth, q.wrong, close)
 
 
 def _eps(dtype: Any) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -17,28 +16,44 @@ Close = Callable[[Array], bool]
 
 # This many right rows or classes before all wrong ones are no accident.
 _MANY = 32
-# Coarser dtypes, in which every entry may be representable, by the dtype of the logits.
+# Coarser dtypes, in which every entry may be representable, by the dtype of the numbers; and the error of a rounding.
 _COARSER = {"float64": ("bfloat16", "float16", "float32"), "float32": ("bfloat16", "float16")}
+_EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+# So many different numbers with more bits in their fractions than that are of a coarser dtype by no accident. What is
+# further from the truth than this has another fault, which matters more.
+_NUMBERS, _BITS, _FAR = 4, 4, 2.0**-4
 
 
-def rounded_to(b: Textbook, name: str, got: Array, distance: Callable[[Array], float], truth: Array) -> str | None:
-    """Return the coarser dtype that every entry is rounded to, in a sentence; None if there is none."""
-    for dtype in filter(known, _COARSER.get(b.problem.dtype.name, ())):
-        narrow = dtype_named(dtype)
-
-        def kept(array: Array, narrow: Any = narrow) -> bool:
-            return bool((array.astype(narrow).astype(np.float64) == array)[np.isfinite(got)].all())
-
-        # Half an ulp of rounding, and the candidate's own arithmetic; 29 bits that are 0 are no accident.
-        eps = 2.0 ** {"bfloat16": -8, "float16": -11, "float32": -24}[dtype]
-        error = distance(truth)
-        if kept(got) and not kept(truth.astype(b.problem.dtype).astype(np.float64)):
-            every = "every entry of " * (got.shape[-1] > 1)
-            if error <= 1.1 * eps:
-                return f"{every}the {name} is rounded to {dtype}"
-            if dtype == "float32" and error <= 2.0**-10:
-                return f"{every}the {name} is computed in {dtype}"
+def rounded_to(name: str, dtype: str, got: Array, truth: Array, error: float) -> str | None:
+    """Return the dtype, coarser than their own, that all numbers are rounded to, in a sentence; None if none is."""
+    every = "every entry of " * (got.shape[-1] > 1)
+    for narrow in _kept_by(dtype, got, truth):
+        if error <= 1.1 * _EPS[narrow]:  # half an ulp of rounding, and the candidate's own arithmetic
+            return f"{every}the {name} is rounded to {narrow}"
+        if narrow == "float32" and error <= 2.0**-10:  # 29 bits that are 0 are no accident
+            return f"{every}the {name} is computed in {narrow}"
     return None
+
+
+def inexact_and_rounded(name: str, dtype: str, got: Array, truth: Array, error: float) -> str | None:
+    """Return that all numbers are rounded to a dtype coarser than their own, whatever else they are, in a sentence."""
+    fractions = np.frexp(np.unique(got[np.isfinite(got)]))[0] * 2.0**_BITS
+    if np.count_nonzero(fractions % 1.0) < _NUMBERS or error > _FAR:
+        return None
+    for narrow in _kept_by(dtype, got, truth):
+        before = ", and was inexact before" * (error > 1.1 * _EPS[narrow])
+        return f"every entry of the {name} is rounded to {narrow}{before}"
+    return None
+
+
+def _kept_by(dtype: str, got: Array, truth: Array) -> Iterator[str]:
+    """Yield the dtypes coarser than `dtype` that have all numbers, and not all right ones."""
+    finite = np.isfinite(got)
+    for narrow in filter(known, _COARSER.get(dtype, ())):
+        rounded, right = (each.astype(dtype_named(narrow)).astype(np.float64) for each in (got, truth))
+        due = truth.astype(dtype_named(dtype)).astype(np.float64)
+        if (rounded == got)[finite].all() and not (right == due)[finite].all():
+            yield narrow
 
 
 def place_of_loss(b: Textbook, got: Array, truth: Array, wrong: Array, close: Close) -> str | None:

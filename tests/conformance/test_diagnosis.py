@@ -362,11 +362,43 @@ def test_rounding_errors_within_the_floor_have_no_cause(name):
     assert text is None or text.startswith("the gradient is wrong")
 
 
-def test_entropies_in_halves_are_no_multiples_of_units():
+def entropies_of_halves():
     offer = Offer(kind="entropy", dtypes=("bfloat16",))
     (case,) = (each for each in catalogue(offer) if each.name == "random-logits/bfloat16")
-    problem = problem_of(case, offer, RANKS)
+    return problem_of(case, offer, RANKS)
+
+
+def test_entropies_in_halves_are_no_multiples_of_units():
+    problem = entropies_of_halves()
     loss, gradient = problem.expected
     noise = 1 + 2.0**-4 * np.random.default_rng(0).uniform(-1, 1, loss.shape)
     text = explained(problem, [(loss * noise).astype(ml_dtypes.bfloat16).astype(np.float64)] * RANKS, gradient)
     assert text is None or "logsumexp" not in text
+
+
+def of_losses(problem, losses):
+    """Explain these losses of each rank, beside the right gradient; all of them are wrong."""
+    wrong = [np.ones(losses.shape, np.bool_)] * RANKS
+    return explain(problem, [losses] * RANKS, problem.expected[1], wrong, np.zeros(problem.logits.shape, np.bool_))
+
+
+@pytest.mark.parametrize(("noise", "before"), [(0.0, ""), (2.0**-6, ", and was inexact before")])
+def test_float32_entropies_with_bits_of_bfloat16_are_named(noise, before):
+    problem = entropies_of_halves()
+    loss, _ = problem.expected
+    factors = 1 + noise * np.random.default_rng(0).uniform(-1, 1, loss.shape)
+    got = (loss * factors).astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert of_losses(problem, got).startswith(f"every entry of the loss is rounded to bfloat16{before}")
+    # In the dtype of the logits that is no fault, and one number with more bits contradicts it.
+    assert "rounded" not in (of_losses(problem, got.astype(ml_dtypes.bfloat16)) or "")
+    got[2] = loss[2] * 1.001
+    assert "rounded" not in (of_losses(problem, got) or "")
+
+
+def test_differences_of_logits_are_no_rounded_losses():
+    """Those of bfloat16 often are numbers of bfloat16, and near the loss where one class has all of the probability."""
+    problem = replace(problem_named("offset/1e4/bfloat16"), reduction="none")
+    logits = problem.logits.astype(np.float64)
+    got = logits.max(axis=-1) - logits[np.arange(problem.rows), problem.targets]
+    assert (got == got.astype(ml_dtypes.bfloat16)).all()
+    assert "rounded" not in (of_losses(problem, got.astype(np.float32)) or "")
