@@ -207,8 +207,8 @@ endef
 
 $(installed)/kernels-$(CUDA): $(installed)/test
 	$(without_other_cupy)
-	$(bin)/python -m pip install --quiet cupy-cuda$(CUDA)x $(if $(filter 12,$(CUDA)),nvidia-cuda-nvrtc-cu12,nvidia-cuda-nvrtc==13.0.*) \
-		nvidia-cuda-nvdisasm
+	$(bin)/python -m pip install --quiet cupy-cuda$(CUDA)x nvidia-cuda-nvdisasm \
+		$(if $(filter 12,$(CUDA)),nvidia-cuda-nvrtc-cu12,'nvidia-cuda-nvrtc==13.0.*')
 	touch $@
 
 $(installed)/gpu-$(CUDA): $(installed)/test

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, cupy_of, to_host
+from pce_mpi.arrays import cupy_of, to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.loss.kernels import converted
@@ -48,7 +48,6 @@ class Shard(ABC):
         logits = rows_and_classes(problem.logits, problem.options.axis)
         self.logits = logits.swapaxes(1, 2).reshape(self.rows, self.classes)
         self.wide = np.float64 if self.dtype == np.float64 else np.float32
-        self.merge_states = Merge(_FIELDS, problem.transform, problem.arithmetic)
         self.least = np.full(self.rows, np.finfo(self.wide).min, self.wide)
         self.nothing = np.zeros(self.rows, _SET)
         self.nothing["state"] = _FIELDS.identity(self.rows)
@@ -136,6 +135,7 @@ class HostShard(Shard):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         rows, classes = self.rows, self.classes
+        self.merge_states = Merge(_FIELDS, problem.transform, problem.arithmetic)
         self.blocks = -(-classes // _WIDTH)
         self.width = -(-classes // max(1, self.blocks))
         self.x = np.full((rows, self.blocks * self.width), -np.inf, self.wide)
@@ -186,27 +186,22 @@ class HostShard(Shard):
 
 
 class GpuShard(Shard):
-    """A shard on a GPU, which passes over its logits in each round: in `kept`, -inf takes the place of small ones."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self.kept = problem.xp.empty((self.rows, self.classes), self.dtype)
+    """A shard on a GPU, which passes over its logits in each round."""
 
     def number_at_least(self, value: HostArray) -> HostArray:
-        return to_host(self.problem.kernel.keep_at_least(self.logits, value, self.kept))
+        return to_host(self.problem.kernel.kept_at_least(self.logits, value)[1])
 
     def own(self, value: HostArray) -> HostArray:
         sets = self.nothing.copy()
-        counts = self.problem.kernel.keep_at_least(self.logits, value, self.kept)
+        kept, counts = self.problem.kernel.kept_at_least(self.logits, value)
         if self.classes:
-            sets["state"] = to_host(self.states_of(self.kept)).view(_FIELDS.dtype).reshape(self.rows)
+            sets["state"] = to_host(self.states_of(kept)).view(_FIELDS.dtype).reshape(self.rows)
         sets["count"] = to_host(counts)
         return sets
 
     def elements(self, value: HostArray) -> tuple[HostArray, HostArray]:
-        self.problem.kernel.keep_at_least(self.logits, value, self.kept)
-        kept = self.kept.reshape(-1)
-        place = array_namespace(kept).flatnonzero(bits_of(kept) != nought_of(self.dtype))
+        kept = self.problem.kernel.kept_at_least(self.logits, value)[0].reshape(-1)
+        place = self.problem.xp.flatnonzero(bits_of(kept) != nought_of(self.dtype))
         logits = to_host(converted(bits_of(kept)[place].view(self.dtype), np.float64)).astype(self.wide)
         is_number = ~np.isnan(logits)
         return to_host(place)[is_number], logits[is_number]

@@ -15,7 +15,6 @@ Each kernel is compiled when it is first launched, and CuPy caches the result on
 from __future__ import annotations
 
 from functools import cache, cached_property
-import math
 from typing import Any
 
 import cupy
@@ -49,7 +48,6 @@ from pce_mpi.loss.kernels.launch_config import (
 from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
 from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
-from pce_mpi.memory import shares_memory
 
 Array = Any  # cupy.ndarray
 
@@ -398,24 +396,16 @@ def _largest_columns(x: Array) -> Array:
     return states[:, -1:].view(np.int64)  # the last field of such states
 
 
-def taken(x: Array, axis: int, columns: np.ndarray[Any, Any], other: int = 0) -> Array:
+def taken(x: Array, columns: np.ndarray[Any, Any], other: int = 0) -> Array:
     """Return the bits of the elements in `columns`; `chosen.taken` has the arguments."""
     found = cupy.empty(columns.shape, f"u{x.dtype.itemsize}")
-    _launch_for_columns("take", _three_axes(bits_of(x), axis), columns, np.uint64(other), found)
+    _launch_for_columns("take", x, columns, np.uint64(other), found)
     return found
 
 
-def put(x: Array, axis: int, columns: np.ndarray[Any, Any], values: Array) -> None:
+def put(x: Array, columns: np.ndarray[Any, Any], values: Array) -> None:
     """Put `values` into `columns` of each row of `x`; `chosen.put` has the arguments."""
-    bits = bits_of(x)
-    rows = _three_axes(bits, axis)
-    _launch_for_columns("put", rows, columns, cupy.ascontiguousarray(bits_of(values)))
-    if not shares_memory(rows, bits):  # `rows` is a copy, as the strides of `x` allow no view
-        bits[...] = rows.reshape(x.shape)
-
-
-def _three_axes(x: Array, axis: int) -> Array:
-    return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :]))
+    _launch_for_columns("put", x, columns, cupy.ascontiguousarray(bits_of(values)))
 
 
 def _launch_for_columns(function: str, x: Array, columns: np.ndarray[Any, Any], *arguments: Any) -> None:
@@ -429,28 +419,19 @@ def _launch_for_columns(function: str, x: Array, columns: np.ndarray[Any, Any], 
         _launch_for_rows(kernel, columns.size, x, *layout, given, *counts, *arguments)
 
 
-def keep_at_least(x: Array, least: np.ndarray[Any, Any], kept: Array) -> Array:
-    """Write the elements of each row of `x`, (rows, classes), that are at least its value or nan to `kept`.
+def kept_at_least(x: Array, least: np.ndarray[Any, Any]) -> tuple[Array, Array]:
+    """Return rows (rows, classes) with -inf in place of the elements below the value of their row in `least`.
 
-    Others become -inf. Return how many did not: (rows,).
+    Also return how many of each row are not below it, a nan among them: (rows,).
     """
     rows, classes = x.shape
-    counts = cupy.zeros(rows, np.int64)
+    kept, counts = cupy.empty(x.shape, x.dtype), cupy.zeros(rows, np.int64)
     if x.size:
         source = rows_of(x[:, :, None])
         sizes = np.int32(DTYPE_CODES[x.dtype.name]), np.int64(source.pitch), np.int64(classes)
-        limits = cupy.asarray(least, np.float64)
-        _launch(
-            Kernel("chosen.cu", "pce::keep_at_least"),
-            (rows, 1),
-            BLOCK_THREADS,
-            source.array,
-            *sizes,
-            limits,
-            kept,
-            counts,
-        )
-    return counts
+        given = source.array, *sizes, cupy.asarray(least, np.float64), kept, counts
+        _launch(Kernel("chosen.cu", "pce::keep_at_least"), (rows, 1), BLOCK_THREADS, *given)
+    return kept, counts
 
 
 def converted(values: Array, dtype: np.dtype[Any]) -> Array:

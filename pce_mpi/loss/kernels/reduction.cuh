@@ -22,7 +22,7 @@ struct Reduced {
 
 template <Way way>
 class Reduction {
-  // They round to an integer, ties to even, and add an even number to n.
+  // The magic numbers round to an integer, ties to even, and add an even number to n.
   float scale_, magic_;
   double factor_, wide_magic_;
 
