@@ -19,8 +19,8 @@ from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.kernels import converted, kernel_of, standard_arithmetic
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
-from pce_mpi.loss.passes import PassResiduals, in_rows
-from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, rows_and_classes, upstream_of
+from pce_mpi.loss.passes import PassResiduals
+from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, upstream_of
 from pce_mpi.loss.tensors import tensors_for_tensors
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -158,7 +158,7 @@ def take_classes_backward(dchosen: Any, residuals: ChosenResiduals) -> Array:
         if is_half(dtype):
             sums = converted(sums, np.float32)
         gradient.view(f"u{dtype.itemsize}")[...] = 0
-        in_rows(gradient, axis, lambda out: kernel.put(out, columns_of(problem), converted(sums, dtype)))
+        kernel.put(gradient, axis, columns_of(problem), converted(sums, dtype))
     return gradient
 
 
@@ -212,7 +212,7 @@ def all_logits(problem: Problem, columns: HostArray) -> Array:
     A column that no rank has gives 0. Collective over the class communicator: one Allreduce.
     """
     options = problem.options
-    bits = problem.kernel.taken(rows_and_classes(problem.logits, options.axis), columns)
+    bits = problem.kernel.taken(problem.logits, options.axis, columns)
     if options.comm is not None:
         with cause(options.operation, options.over, "the logits of chosen classes, each from the rank that has it"):
             bits = all_reduce(bits, options.comm, "sum", overwrite=True)

@@ -53,10 +53,6 @@ class Shard(ABC):
         self.nothing["state"] = _FIELDS.identity(self.rows)
 
     @abstractmethod
-    def number_at_least(self, value: HostArray) -> HostArray:
-        """Return the number of logits of each row that are at least its value, or nan."""
-
-    @abstractmethod
     def own(self, value: HostArray) -> HostArray:
         """Return the sets of this shard's logits that are at least `value`, which is finite or inf."""
 
@@ -114,15 +110,6 @@ class Shard(ABC):
         value = np.where(np.isnan(value), np.where(key & sign, np.inf, -np.inf), value).astype(self.wide)
         return np.maximum(value, self.least)
 
-    def classes_of(self, value: HostArray, taken: HostArray) -> HostArray:
-        """Return the classes of this shard above `value`, and the first `taken` of those equal to it, row after row."""
-        place, logits = self.elements(value)
-        row, column = np.divmod(place, max(1, self.classes))
-        is_tied = logits == value[row]
-        number = np.cumsum(is_tied)  # of ties up to this one, from the first row on
-        before = np.concatenate([[0], number])[np.searchsorted(row, np.arange(self.rows))]
-        return column[~is_tied | (number - before[row] <= taken[row])] + self.problem.class_start
-
 
 class HostShard(Shard):
     """A shard on the host, which puts its logits in order once.
@@ -157,9 +144,6 @@ class HostShard(Shard):
             number = np.where(is_below, ahead, number)
         return number
 
-    def number_at_least(self, value: HostArray) -> HostArray:
-        return self.x.shape[1] - self._number_below(value)
-
     def own(self, value: HostArray) -> HostArray:
         (rows, columns), row, place = self.x.shape, np.arange(self.rows), self._number_below(value)
         sets = self.nothing.copy()
@@ -182,14 +166,11 @@ class HostShard(Shard):
             for start in starts
         ]
         place = np.concatenate([np.empty(0, np.int64), *found])
-        return place, self.logits.reshape(-1)[place].astype(self.wide)
+        return place, self.logits[np.divmod(place, max(1, self.classes))].astype(self.wide)
 
 
 class GpuShard(Shard):
     """A shard on a GPU, which passes over its logits in each round."""
-
-    def number_at_least(self, value: HostArray) -> HostArray:
-        return to_host(self.problem.kernel.kept_at_least(self.logits, value)[1])
 
     def own(self, value: HostArray) -> HostArray:
         sets = self.nothing.copy()

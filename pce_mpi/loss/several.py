@@ -18,8 +18,8 @@ from pce_mpi.loss.chosen import all_logits, by_row, columns_of
 from pce_mpi.loss.kernels import converted
 from pce_mpi.loss.kernels.chosen import bits_of, nought_of
 from pce_mpi.loss.kernels.parameters import ClassWeights
-from pce_mpi.loss.passes import in_rows, write_statistics_gradient
-from pce_mpi.loss.problem import Problem, rows_and_classes
+from pce_mpi.loss.passes import write_statistics_gradient
+from pce_mpi.loss.problem import Problem
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 from pce_mpi.loss.support import Members
 
@@ -80,8 +80,7 @@ class SeveralTargets:
         """
         xp, kernel, axis, count = problem.xp, problem.kernel, problem.options.axis, self.columns.size
         # They are taken first, as `array` may be the logits.
-        taken = kernel.taken(rows_and_classes(problem.logits, axis), self.columns)
-        logits = taken.view(problem.logits.dtype).reshape(count, 1, 1)
+        logits = kernel.taken(problem.logits, axis, self.columns).view(problem.logits.dtype).reshape(count, 1, 1)
         g = xp.where(xp.asarray(self.valid), upstream["log_prob"], 0.0)
         on_largest, on_others = (_in_order(xp.where(here, g, 0.0)) for here in (self.is_largest, ~self.is_largest))
         logsumexp = xp.asarray(converted(upstream["logsumexp"], np.float64)) - on_others
@@ -100,7 +99,7 @@ class SeveralTargets:
         found = xp.empty(logits.shape, array.dtype)
         call = {"weights": ClassWeights(), "transform": problem.transform, "arithmetic": problem.arithmetic}
         kernel.write_gradient(found, logits, each, fields, **call)
-        in_rows(array, axis, lambda out: kernel.put(out, self.columns, found.reshape(self.columns.shape)))
+        kernel.put(array, axis, self.columns, found.reshape(self.columns.shape))
 
 
 def _in_order(values: Array) -> Array:

@@ -16,7 +16,7 @@ from pce_mpi.loss.chosen import by_row, check_several, fits_several, in_shape, u
 from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.kernels.chosen import bits_of
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
-from pce_mpi.loss.passes import PassResiduals, in_rows, row_softmax, write_statistics_gradient
+from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
 from pce_mpi.loss.problem import LARGEST, Problem, check, target_text, upstream_of
 from pce_mpi.loss.several import SeveralTargets, without_targets
 from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
@@ -234,7 +234,7 @@ def class_statistics_backward(
         write(written, inner, residuals.softmax, fields, upstream)
         if members is not None:
             bits_of(gradient)[...] = 0
-            in_rows(gradient, problem.options.axis, lambda out: problem.kernel.put(out, members.columns, written))
+            problem.kernel.put(gradient, problem.options.axis, members.columns, written)
     return gradient if out is None else out
 
 

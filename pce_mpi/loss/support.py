@@ -17,7 +17,7 @@ import numpy as np
 from pce_mpi.arrays import as_array
 from pce_mpi.hollow import Hollow
 from pce_mpi.loss.kernels.chosen import nought_of
-from pce_mpi.loss.problem import Problem, class_numbers_of, rows_and_classes
+from pce_mpi.loss.problem import Problem, class_numbers_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -139,7 +139,7 @@ class Members:
         member = np.minimum(skipped[:, None] + places, len(support.keys) - 1)
         columns = np.where(places < counts[:, None], support.keys[member] - (own + start)[:, None], -1)
         dtype = problem.logits.dtype
-        logits = problem.kernel.taken(rows_and_classes(problem.logits, axis), columns, nought_of(dtype)).view(dtype)
+        logits = problem.kernel.taken(problem.logits, axis, columns, nought_of(dtype)).view(dtype)
         inner = replace(
             problem,
             options=problem.options.with_checked({"axis": 1}, None),

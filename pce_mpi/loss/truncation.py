@@ -143,8 +143,10 @@ def _gathered(shard: Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
     problem, rows = shard.problem, shard.rows
     options, good = problem.options, ~np.isnan(kept.value)
     value = np.where(good, kept.value, np.inf)
-    above = shard.number_at_least(np.nextafter(value, value.dtype.type(np.inf))) * good
-    tied = shard.number_at_least(value) * good - above
+    place, logits = shard.elements(value)
+    row, column = np.divmod(place, max(1, shard.classes))
+    is_tied = logits == value[row]
+    above, tied = (np.bincount(row[each], minlength=rows) * good for each in (~is_tied, is_tied))
     said = [np.concatenate([[problem.class_start], above, tied])]
     if options.comm is not None:
         with cause(options.operation, options.over, "the numbers of classes that are kept"):
@@ -156,7 +158,10 @@ def _gathered(shard: Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
         taken[rank] = np.minimum(left, said[rank][1 + rows :])
         left -= taken[rank]
     counts = np.stack([each[1 : 1 + rows] for each in said]) + taken
-    ids = [shard.classes_of(value, taken[0 if options.comm is None else options.comm.rank])]
+    number = np.cumsum(is_tied)  # of ties up to this one, from the first row on
+    before = np.concatenate([[0], number])[np.searchsorted(row, np.arange(rows))]
+    own = taken[0 if options.comm is None else options.comm.rank]
+    ids = [column[~is_tied | (number - before[row] <= own[row])] + problem.class_start]
     if options.comm is not None:
         with cause(options.operation, options.over, "the classes that are kept"):
             ids = all_gather(ids[0], options.comm, [(count,) for count in counts.sum(axis=1).tolist()])

@@ -346,17 +346,17 @@ def test_equal_arguments_give_equal_bits(cuda, dtype):
 
 def check_chosen(cuda):
     rng = np.random.default_rng(8)
-    for dtype in DTYPES:
-        x = rng.standard_normal((4, 5, 6)).astype(dtype)[:, :, ::2]
-        columns = rng.integers(-2, 7, (12, 7))
-        wanted, here = definition.taken(x, columns, 3), on_device(x)
+    for dtype, axis in itertools.product(DTYPES, range(3)):
+        x = rng.standard_normal((5, 4, 6)).astype(dtype).swapaxes(0, 1)[:, ::2]
+        columns = rng.integers(-2, x.shape[axis] + 2, (x.size // x.shape[axis], 7))
+        wanted, here = definition.taken(x, axis, columns, 3), on_device(x)
         for order in "CF":
-            found = cuda.taken(here, np.array(columns, order=order), 3).get()
+            found = cuda.taken(here, axis, np.array(columns, order=order), 3).get()
             assert found.tobytes() == wanted.tobytes()
         columns = np.sort(columns, axis=1)[:, ::7]  # one a row
         values = rng.standard_normal(columns.shape).astype(dtype)
-        definition.put(changed := x.copy(), columns, values)
-        cuda.put(here, columns, on_device(values))
+        definition.put(changed := x.copy(), axis, columns, values)
+        cuda.put(here, axis, columns, on_device(values))
         assert here.get().tobytes() == changed.tobytes()
 
 

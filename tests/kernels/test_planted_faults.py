@@ -127,8 +127,8 @@ def check_backward_of_statistics(cuda):
 
 
 FAULTS = [
-    (check_chosen, "chosen.cu", "column * class_stride", "column"),
-    (check_chosen, "chosen.cu", "row % inner * inner_stride", "0"),
+    (check_chosen, "chosen.cu", "static_cast<Word>(other)", "0"),
+    (check_chosen, "chosen.cu", "x[places[i]] = values[i]", "x[places[i]] = values[0]"),
     (check_large_elements, "chosen.cu", "found < value ? -infinity() : found", "found >= value ? found : -infinity()"),
     (check_large_elements, "chosen.cu", "least[row]", "least[0]"),
     (check_forward, "storage.cuh", "(misaligned)) % width", "(misaligned) - 1) % width"),

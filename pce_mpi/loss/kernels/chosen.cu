@@ -1,39 +1,24 @@
-// Elements of chosen columns, and those that are large enough, of rows of any strides. Launched by cuda.py.
+// Chosen elements of an array of any strides, and the large elements of rows. Launched by cuda.py.
 #include <groups.cuh>
 
 namespace pce {
 
-// An array (outer, classes, inner), its strides in elements; its rows are the pairs (outer, inner).
-struct Strided {
-  int64_t classes, inner, outer_stride, class_stride, inner_stride;
+// The place of an element that an array does not have.
+constexpr int64_t NOWHERE = static_cast<int64_t>(uint64_t(1) << 63);
 
-  __device__ __forceinline__ int64_t place(int64_t row, int64_t column) const {
-    return row / inner * outer_stride + column * class_stride + row % inner * inner_stride;
-  }
-};
-
-// The bits of the elements in `columns`, (rows, chosen), and `other` where a row has no such column.
+// The bits of the elements at `places`, in elements from the first one, and `other` for those that `x` does not have.
 template <typename Word>
 __global__ void __launch_bounds__(BLOCK_THREADS)
-    take_columns(const Word* x, int64_t classes, int64_t inner, int64_t outer_stride, int64_t class_stride,
-                 int64_t inner_stride, const int64_t* columns, int64_t count, int64_t chosen, uint64_t other, Word* taken) {
+    take_elements(const Word* x, const int64_t* places, int64_t count, uint64_t other, Word* taken) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * BLOCK_THREADS + threadIdx.x;
-  if (i >= count) return;
-  const Strided rows = {classes, inner, outer_stride, class_stride, inner_stride};
-  const int64_t column = columns[i];
-  taken[i] = column >= 0 && column < classes ? x[rows.place(i / chosen, column)] : static_cast<Word>(other);
+  if (i < count) taken[i] = places[i] == NOWHERE ? static_cast<Word>(other) : x[places[i]];
 }
 
-// Put `values`, (rows, chosen), into `columns` of each row, where it has them.
 template <typename Word>
 __global__ void __launch_bounds__(BLOCK_THREADS)
-    put_columns(Word* x, int64_t classes, int64_t inner, int64_t outer_stride, int64_t class_stride, int64_t inner_stride,
-                const int64_t* columns, int64_t count, int64_t chosen, const Word* values) {
+    put_elements(Word* x, const int64_t* places, int64_t count, const Word* values) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * BLOCK_THREADS + threadIdx.x;
-  if (i >= count) return;
-  const Strided rows = {classes, inner, outer_stride, class_stride, inner_stride};
-  const int64_t column = columns[i];
-  if (column >= 0 && column < classes) x[rows.place(i / chosen, column)] = values[i];
+  if (i < count && places[i] != NOWHERE) x[places[i]] = values[i];
 }
 
 // Each row of `x`, of consecutive elements, with -inf in place of those below its value; and how many are not, a nan among

@@ -22,28 +22,25 @@ def nought_of(dtype: np.dtype[Any]) -> int:
     return int(bits_of(np.array(-np.inf, dtype)))
 
 
-def taken(x: HostArray, columns: HostArray, other: int = 0) -> HostArray:
-    """Return the bits of the elements in `columns`, (rows, chosen), and `other` for the lack of one.
-
-    `x` is (outer, classes, inner), of the rows (outer, inner).
-    """
+def taken(x: HostArray, axis: int, columns: HostArray, other: int = 0) -> HostArray:
+    """Return the bits of the elements in `columns`, (rows, chosen), `other` where a row of `x` has no such one."""
     found = np.full(columns.shape, other, f"u{x.dtype.itemsize}")
-    entries, elements = _places(x, columns)
-    found[entries] = bits_of(x)[elements]
+    entries, elements = _places(x, axis, columns)
+    found[entries] = bits_of(np.moveaxis(x, axis, -1))[elements]
     return found
 
 
-def put(x: HostArray, columns: HostArray, values: HostArray) -> None:
+def put(x: HostArray, axis: int, columns: HostArray, values: HostArray) -> None:
     """Put `values`, (rows, chosen) of the dtype of `x`, into `columns` of each row of `x`, where it has them."""
-    entries, elements = _places(x, columns)
-    bits_of(x)[elements] = bits_of(values)[entries]
+    entries, elements = _places(x, axis, columns)
+    bits_of(np.moveaxis(x, axis, -1))[elements] = bits_of(values)[entries]
 
 
-def _places(x: HostArray, columns: HostArray) -> tuple[tuple[HostArray, ...], tuple[HostArray, ...]]:
-    """Return the indices of the columns that `x` has: in (rows, chosen), and in `x`."""
-    row, place = np.nonzero((columns >= 0) & (columns < x.shape[1]))
-    outer, inner = np.divmod(row, max(1, x.shape[2]))
-    return (row, place), (outer, columns[row, place], inner)
+def _places(x: HostArray, axis: int, columns: HostArray) -> tuple[tuple[HostArray, ...], tuple[HostArray, ...]]:
+    """Return the indices of the columns that `x` has: in (rows, chosen), and in `x` with the class axis last."""
+    shape = x.shape[:axis] + x.shape[axis + 1 :]
+    row, place = np.nonzero((columns >= 0) & (columns < x.shape[axis]))
+    return (row, place), (*(np.unravel_index(row, shape) if shape else ()), columns[row, place])
 
 
 def sums_of_equal(ids: HostArray, values: Array) -> Array:

@@ -102,7 +102,7 @@ def instantiations() -> list[Kernel]:
         *(Kernel("divergence.cu", f"pce::{name}") for name in DIVERGENCE),
         *(Kernel("conversion.cu", f"pce::{name}") for name in ("convert", "split_halves")),
         Kernel("chosen.cu", "pce::keep_at_least"),
-        *(Kernel("chosen.cu", f"pce::{name}_columns<{word}>") for name in ("take", "put") for word in WORDS.values()),
+        *(Kernel("chosen.cu", f"pce::{name}_elements<{word}>") for name in ("take", "put") for word in WORDS.values()),
         *(Kernel("general_backward.cu", f"pce::write_general_gradient<{t}, {a}>") for t, a in general),
     ]
 

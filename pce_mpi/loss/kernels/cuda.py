@@ -50,6 +50,7 @@ from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 
 Array = Any  # cupy.ndarray
+HostArray = np.ndarray[Any, Any]
 
 # The loops over vectors take scales in this range: products with others could overflow or lose bits.
 _NEAR_SCALES = (2.0**-64, 2.0**64)
@@ -396,30 +397,33 @@ def _largest_columns(x: Array) -> Array:
     return states[:, -1:].view(np.int64)  # the last field of such states
 
 
-def taken(x: Array, columns: np.ndarray[Any, Any], other: int = 0) -> Array:
+def taken(x: Array, axis: int, columns: HostArray, other: int = 0) -> Array:
     """Return the bits of the elements in `columns`; `chosen.taken` has the arguments."""
     found = cupy.empty(columns.shape, f"u{x.dtype.itemsize}")
-    _launch_for_columns("take", x, columns, np.uint64(other), found)
+    _launch_for_columns("take", x, axis, columns, np.uint64(other), found)
     return found
 
 
-def put(x: Array, columns: np.ndarray[Any, Any], values: Array) -> None:
+def put(x: Array, axis: int, columns: HostArray, values: Array) -> None:
     """Put `values` into `columns` of each row of `x`; `chosen.put` has the arguments."""
-    _launch_for_columns("put", x, columns, cupy.ascontiguousarray(bits_of(values)))
+    _launch_for_columns("put", x, axis, columns, cupy.ascontiguousarray(bits_of(values)))
 
 
-def _launch_for_columns(function: str, x: Array, columns: np.ndarray[Any, Any], *arguments: Any) -> None:
+def _launch_for_columns(function: str, x: Array, axis: int, columns: HostArray, *arguments: Any) -> None:
     """Launch a kernel with a thread for each of `columns`, (rows, chosen)."""
     if columns.size:
-        _, classes, inner = x.shape
-        layout = [np.int64(number) for number in (classes, inner, *(stride // x.itemsize for stride in x.strides))]
-        counts = np.int64(columns.size), np.int64(columns.shape[1])
-        kernel = Kernel("chosen.cu", f"pce::{function}_columns<{WORDS[x.itemsize]}>")
-        given = cupy.asarray(np.ascontiguousarray(columns, np.int64))
-        _launch_for_rows(kernel, columns.size, x, *layout, given, *counts, *arguments)
+        lengths, strides = ((*each[:axis], *each[axis + 1 :], each[axis]) for each in (x.shape, x.strides))
+        rows = np.zeros(1, np.int64)
+        for length, stride in zip(lengths[:-1], strides[:-1], strict=True):
+            rows = np.add.outer(rows, stride // x.itemsize * np.arange(length)).reshape(-1)
+        places = rows[:, None] + columns * (strides[-1] // x.itemsize)
+        places = np.where((columns >= 0) & (columns < lengths[-1]), places, np.iinfo(np.int64).min)
+        kernel = Kernel("chosen.cu", f"pce::{function}_elements<{WORDS[x.itemsize]}>")
+        given = cupy.asarray(np.ascontiguousarray(places))
+        _launch_for_rows(kernel, columns.size, bits_of(x), given, np.int64(columns.size), *arguments)
 
 
-def kept_at_least(x: Array, least: np.ndarray[Any, Any]) -> tuple[Array, Array]:
+def kept_at_least(x: Array, least: HostArray) -> tuple[Array, Array]:
     """Return rows (rows, classes) with -inf in place of the elements below the value of their row in `least`.
 
     Also return how many of each row are not below it, a nan among them: (rows,).

@@ -44,7 +44,7 @@ def target_log_probs(_: Array, chosen: Array, __: Any, ___: Any, dtype: np.dtype
     return hollow(chosen.shape, dtype)
 
 
-def taken(x: Array, columns: Array, _: int = 0) -> Array:
+def taken(x: Array, _: int, columns: Array, __: int = 0) -> Array:
     return hollow(columns.shape, f"u{x.dtype.itemsize}")
 
 
