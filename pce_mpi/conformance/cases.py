@@ -199,9 +199,9 @@ class Cases:
             takes = inspect.signature(build).parameters.keys()
             for variation in each:
                 arguments = {word: variation[word] for word in takes & variation.keys()}
-                fields = {"catches": inspect.getdoc(build) or "", "dtype": ""} | self._usual | given | variation
-                needs = Needs(**{field: fields[field] for field in _NEEDS & fields.keys()})
-                own = {field: fields[field] for field in _OWN & fields.keys()}
+                values = {"catches": inspect.getdoc(build) or "", "dtype": ""} | self._usual | given | variation
+                needs = Needs(**{key: values[key] for key in _NEEDS & values.keys()})
+                own = {key: values[key] for key in _OWN & values.keys()}
                 own["catches"] = " ".join(own["catches"].format(**variation).split())
                 own["name"] = name.format(**{"dtype": "{dtype}"} | variation)
                 self._declared.append(

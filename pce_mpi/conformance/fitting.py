@@ -13,7 +13,7 @@ from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.terms import CONVENTIONS, Gradient, Shards
-from pce_mpi.conformance.units import known
+from pce_mpi.conformance.units import has_dtype
 
 
 def dims_for(offer: Offer, needs: Needs) -> int | None:
@@ -49,7 +49,7 @@ def unmet_need(offer: Offer, needs: Needs, dtype: str) -> str | None:
     options = offer.options if offer.ignore_index is None else (*offer.options, "ignore_index")
     lacks = {
         dtype: dtype not in offer.dtypes,
-        f"{dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'": not known(dtype),
+        f"{dtype}, which needs ml_dtypes: pip install 'pce_mpi[bf16]'": not has_dtype(dtype),
         **{option: option not in options for option in needs.options},
         "any ignore_index": needs.any_ignore_index and "ignore_index" not in offer.options,
         "reduction " + " or ".join(needs.reductions): not set(needs.reductions) & set(offer.reductions),

@@ -9,7 +9,7 @@ import numpy as np
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.textbook import Textbook
-from pce_mpi.conformance.units import known
+from pce_mpi.conformance.units import has_dtype
 
 # Whether all these numbers are those: within what rounding in another order explains.
 Close = Callable[[Array], bool]
@@ -49,7 +49,7 @@ def inexact_and_rounded(name: str, dtype: str, got: Array, truth: Array, error: 
 def _kept_by(dtype: str, got: Array, truth: Array) -> Iterator[str]:
     """Yield the dtypes coarser than `dtype` that have all numbers, and not all right ones."""
     finite = np.isfinite(got)
-    for narrow in filter(known, _COARSER.get(dtype, ())):
+    for narrow in filter(has_dtype, _COARSER.get(dtype, ())):
         rounded, right = (each.astype(dtype_named(narrow)).astype(np.float64) for each in (got, truth))
         due = truth.astype(dtype_named(dtype)).astype(np.float64)
         if (rounded == got)[finite].all() and not (right == due)[finite].all():

@@ -10,7 +10,7 @@ import numpy as np
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.pieces import exact_numbers
 from pce_mpi.conformance.problems import Array, Problem
-from pce_mpi.conformance.units import known
+from pce_mpi.conformance.units import has_dtype
 
 # Rounded logits explain numbers that are this much closer to theirs than to the exact ones.
 _CLOSER = 8.0
@@ -34,14 +34,18 @@ def fitted_scale(name: str, problem: Problem, got: Array) -> float | None:
     scale = min((declared * 2.0 ** (power / 2.0) for power in range(-6, 7)), key=lambda each: _size(error(each)))
     for _ in range(_STEPS):  # of Gauss and Newton
         slope = (error(scale * (1.0 + _STEP)) - error(scale * (1.0 - _STEP))) / (2.0 * _STEP)
-        scale *= float(np.exp(np.clip(-(slope @ error(scale)) / (slope @ slope), -1.0, 1.0)))
+        with np.errstate(all="ignore"):
+            step = -(slope @ error(scale)) / (slope @ slope)
+        if np.isnan(step):  # as numbers of equal logits depend on no scale
+            return None
+        scale *= float(np.exp(np.clip(step, -1.0, 1.0)))
     return scale if _size(error(scale)) * _FITS <= _size(error(declared)) else None
 
 
 def dtype_of_rounded(name: str, problem: Problem, exact: Array, got: Array, dtypes: Sequence[str]) -> str | None:
     """Return the first of `dtypes` such that `got` are the numbers of logits rounded to it, if there is one."""
     got = got.astype(np.float64)
-    for dtype in filter(known, dtypes):
+    for dtype in filter(has_dtype, dtypes):
         rounded = replace(problem, logits=problem.logits.astype(dtype_named(dtype)))
         error, other = (np.median(np.abs(got - each)) for each in (exact, exact_numbers(name, rounded)[0]))
         if other * _CLOSER <= error:

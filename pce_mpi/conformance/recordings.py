@@ -22,7 +22,7 @@ import numpy as np
 from pce_mpi.arrays import is_floating
 from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS
-from pce_mpi.conformance.units import known
+from pce_mpi.conformance.units import has_dtype
 from pce_mpi.distributed.tensor_files import TensorFile, names_shown, shown
 from pce_mpi.loss.options import Options, checked_numbers
 from pce_mpi.loss.problem import target_text
@@ -44,7 +44,7 @@ def _one_of(*words: str) -> Callable[[str], str]:
 
 
 def _dtype(text: str) -> str:
-    if not known(_one_of(*DTYPES)(text)):
+    if not has_dtype(_one_of(*DTYPES)(text)):
         raise ValueError("it needs ml_dtypes: pip install 'pce_mpi[bf16]'")
     return text
 

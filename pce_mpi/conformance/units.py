@@ -58,7 +58,7 @@ def finest(*dtypes: str) -> str:
     return max(dtypes, key=lambda dtype: _FORMATS[dtype][0])
 
 
-def known(dtype: str) -> bool:
+def has_dtype(dtype: str) -> bool:
     """Return False for bfloat16 without ml_dtypes."""
     try:
         dtype_named(dtype)

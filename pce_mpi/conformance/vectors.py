@@ -170,9 +170,14 @@ def write(
 
 def read_results(path: str | os.PathLike[str], folder: str | os.PathLike[str], known: set[str]) -> dict[str, Array]:
     """Return the results in a file; raise `ValueError` if it has others than the `known` ones of `folder`."""
-    with TensorFile(Path(path)) as file:
-        if unknown := sorted(file.arrays.keys() - known):
-            raise ValueError(f"{path} has {shown(unknown[0])}, which is the result of no vector in {folder}")
+    given = _read(Path(path))
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{path} has {shown(unknown[0])}, which is the result of no vector in {folder}")
+    return given
+
+
+def _read(path: Path) -> dict[str, Array]:
+    with TensorFile(path) as file:
         return {name: file.read(name) for name in file.arrays}
 
 
@@ -215,9 +220,7 @@ def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
 def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
     path = folder / entry.file
     try:
-        with TensorFile(path) as file:
-            tensors = {name: file.read(name) for name in file.arrays}
-        return _judged(entry, _problem(entry, tensors), given, tolerance)
+        return _judged(entry, _problem(entry, _read(path)), given, tolerance)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no problem: {shortened(str(error))}") from error
 

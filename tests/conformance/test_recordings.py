@@ -307,6 +307,13 @@ def test_other_faults_are_no_temperature(tmp_path):
         assert "a temperature" not in text, name
 
 
+def test_equal_logits_have_no_temperature(tmp_path):
+    targets = drawn(rows=(40,))[1]
+    write(tmp_path, shared={"targets": targets, "loss": np.full(40, 7.0)}, shards={"logits": np.zeros((40, CLASSES))})
+    (finding,) = judged(tmp_path).findings
+    assert "a temperature" not in finding.text
+
+
 def test_naming_allows_what_the_judge_allows(tmp_path):
     """Logits halfway between two numbers of bfloat16: a head may round them to either, and one row is wrong besides."""
     w = np.ones((2, CLASSES), np.float32)
