@@ -85,9 +85,9 @@ def nucleus(
     each class that this rank has of a set. If rows of a distributed array are sharded, over their dims: one Allgather
     of 56 bytes, one Allreduce of 24 bytes for each row of all ranks, and one of `ids`.
 
-    A copy of the logits is put in order, in float32 for halves; that of a GPU on the host. The mass of a set is a sum
-    of integers, exp(z) in units of 2^-42 of the largest or finer ones, so that no order of summation decides whether it
-    reaches `top_p`.
+    On the host a copy of the logits is put in order, in float32 for halves; a GPU passes over them for each Allreduce,
+    and needs memory for a copy. The mass of a set is a sum of integers, exp(z) in units of 2^-42 of the largest or
+    finer ones, so that no order of summation decides whether it reaches `top_p`.
 
     Examples
     --------

@@ -402,3 +402,16 @@ def test_differences_of_logits_are_no_rounded_losses():
     got = logits.max(axis=-1) - logits[np.arange(problem.rows), problem.targets]
     assert (got == got.astype(ml_dtypes.bfloat16)).all()
     assert "rounded" not in (of_losses(problem, got.astype(np.float32)) or "")
+
+
+def test_entropies_rounded_to_bfloat16_are_no_differences():
+    offer = Offer(kind="entropy", dtypes=("float32",))
+    for name in ("offset/1e3/float32", "offset/1e4/float32"):
+        (case,) = (each for each in catalogue(offer) if each.name == name)
+        problem = problem_of(case, offer, RANKS)
+        loss, gradient = problem.expected
+        noise = 1 + 2.0**-7 * np.random.default_rng(0).uniform(-1, 1, loss.shape)
+        got = (loss * noise).astype(ml_dtypes.bfloat16).astype(np.float32)
+        wrong = [np.ones(got.shape, np.bool_)] * RANKS
+        text = explain(problem, [got] * RANKS, gradient, wrong, np.zeros(problem.logits.shape, np.bool_))
+        assert text is None or "logsumexp" not in text

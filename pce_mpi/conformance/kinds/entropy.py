@@ -7,10 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.kinds import support
 from pce_mpi.conformance.kinds.log_prob import exact_statistic
 from pce_mpi.conformance.problems import Array, Kind
 from pce_mpi.conformance.textbook import Faults, Given, Textbook, of_gradient
+from pce_mpi.conformance.units import has_dtype
 
 # What a function without targets, which is not declared, may be.
 NOT_DECLARED = 'where it is an entropy, which takes no targets, declare it: @offers(kind="entropy")'
@@ -69,7 +71,8 @@ def _unshifted(b: Textbook, name: str, got: Array) -> str | None:
     wide = np.float64 if b.problem.dtype == np.float64 else np.float32
     mean = np.where(b.p == 0.0, 0.0, b.p * b.z).sum(axis=-1)
     unit = np.spacing(np.minimum(np.abs(b.lse), np.abs(mean)).astype(wide)).astype(np.float64)
-    if b.problem.dtype.itemsize == 2 and np.array_equal(got, got.astype(b.problem.dtype), equal_nan=True):
+    half = b.problem.dtype.name if b.problem.dtype.itemsize == 2 else "bfloat16"
+    if has_dtype(half) and np.array_equal(got, got.astype(dtype_named(half)), equal_nan=True):
         return None  # any half is a multiple
     if name == "loss":
         parts, units, slack, least = got, np.broadcast_to(unit, got.shape), 0.0, 2.0
