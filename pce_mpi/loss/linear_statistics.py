@@ -122,7 +122,7 @@ def linear_class_statistics_forward(
     statistics : ClassStatistics
         Those of `class_statistics`, with the shape of `hidden` without its last axis.
     residuals : LinearStatisticsResiduals
-        References to the arrays that were passed, and about 160 bytes a row; no logits.
+        References to the arrays that were passed, and about 110 bytes a row; no logits.
 
     Raises
     ------

@@ -140,8 +140,7 @@ ROW_SOFTMAX = {
 class RowSoftmax:
     """The softmax of each row, from merged states; it is `nan` for rows of only -inf, with a +inf or with a `nan`.
 
-    `columns` is (rows, columns of `ROW_SOFTMAX`), float64; each is an attribute too, (rows,). On a GPU it has
-    the merged states, and computes columns if they are asked for.
+    `columns` is (rows, columns of `ROW_SOFTMAX`), float64, or `MergedStates`; each column is an attribute too, (rows,).
     """
 
     def __init__(self, columns: Array):
@@ -151,6 +150,24 @@ class RowSoftmax:
         if name in ROW_SOFTMAX:
             return self.columns[:, ROW_SOFTMAX[name]]
         raise AttributeError(name)
+
+
+class MergedStates:
+    """The merged states of rows, from which a kernel computes the softmax of a row wherever it is needed.
+
+    An index gives that part of `columns`, which each kernel computes in its own way.
+    """
+
+    columns: Array
+
+    def __init__(self, states: Array):
+        self.states = states
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.columns[index]
 
 
 # The columns of 8 bytes from which a kernel writes the gradient of a row; the first three have the bits of int64.

@@ -156,8 +156,8 @@ def class_statistics_forward(
     statistics : ClassStatistics
         Those of `class_statistics`.
     residuals : StatisticsResiduals
-        References to the arrays that were passed, about 160 bytes a row and 33 a target of several, and the logits of
-        this shard's members of a support with 8 bytes for each.
+        References to the arrays that were passed, about 110 bytes a row, 150 more with several targets or a support, 33
+        a target of several, and the logits of this shard's members of a support with 8 bytes for each.
 
     Notes
     -----

@@ -219,28 +219,68 @@ def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
     for field in problem.fields.names:
         assert states[field].tobytes() == expected[field].tobytes(), field
     softmax, wanted = problem.softmax(compiled, states), problem.softmax(definition, states)
+    pairs = (compiled, softmax), (definition, wanted)
     bad = np.isnan(wanted[:, ROW_SOFTMAX["normalizer"]])
     for field, column in ROW_SOFTMAX.items():
         counts = ~bad if field == "exponent" else np.ones(ROWS, np.bool_)
         assert same_bits(softmax[counts, column], wanted[counts, column]), field
     rng = np.random.default_rng(seed)
     fields, terms, valid = problem.fields, LossTerms(0.1, 0.01, 0.3 * (seed % 2)), np.arange(ROWS) != 3
-    losses = [kernel.row_losses(wanted, fields, valid, terms) for kernel in (compiled, definition)]
-    assert same_bits(*losses)
+    assert same_bits(*(kernel.row_losses(of, fields, valid, terms) for kernel, of in pairs))
     upstream = rng.standard_normal(ROWS if seed % 3 else 1) * 10.0 ** rng.integers(-6, 7)
-    given = (wanted, fields, valid, problem.targets, upstream, np.array([1.7]), problem.transform.scale, terms)
-    rows = definition.row_gradients(*given)
-    assert same_bits(compiled.row_gradients(*given)[~bad], rows[~bad])
+    given = (fields, valid, problem.targets, upstream, np.array([1.7]), problem.transform.scale, terms)
+    computed, rows = (kernel.row_gradients(of, *given) for kernel, of in pairs)
     if fields.entropy:
         fill_gradients_of_statistics(rows, wanted, problem.targets, rng)
     more = {"weights": problem.weights, **problem.options}
     for dtype in {problem.logits.dtype, np.dtype(np.float32)}:
         for inner in (1, 2):  # consecutive, and not
             found, right = (np.empty((ROWS, problem.logits.shape[1], inner), dtype)[:, :, :1] for _ in range(2))
-            compiled.write_gradient(found, problem.logits[:, :, None], rows, problem.fields, **more)
             definition.write_gradient(right, problem.logits[:, :, None], rows, problem.fields, **more)
-            assert same_bits(found, right), (dtype, inner)
+            for each in [rows] if fields.entropy else [rows, computed]:
+                compiled.write_gradient(found, problem.logits[:, :, None], each, problem.fields, **more)
+                assert same_bits(found, right), (dtype, inner, each is rows)
     compiled.choose("")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("classes", [1, 40])
+def test_plain_loss_has_bits_of_definition(kernel, classes, kind, dtype):
+    # It has functions of its own, which handle a block of rows at a time; here are more.
+    rng, arithmetic = np.random.default_rng(7), DOUBLE if dtype == np.float64 else SINGLE
+    logits, targets = map(np.concatenate, zip(*(logits_of(kind, classes, dtype, rng) for _ in range(12)), strict=True))
+    problem = Drawn(logits, targets, StateFields(), Transform(), arithmetic, ClassWeights())
+    found, rows = [], len(logits)
+    valid, upstream, divisor = np.arange(rows) % 5 != 2, np.linspace(-2, 2, rows), np.array([3.0])
+    for each in kernel, definition:
+        states = cut_at(problem, each, [(0, classes // 3), (classes // 3, classes)])
+        softmax = problem.softmax(each, states)
+        results = [states.view(np.uint64)]
+        for terms in LossTerms(), LossTerms(0.1, 0.0, 0.0), LossTerms(0.0, 0.0, 0.3):
+            results.append(each.row_losses(softmax, StateFields(), valid, terms))
+            of = each.row_gradients(softmax, StateFields(), valid, targets, upstream, divisor, 1.0, terms)
+            results.append(np.empty_like(logits)[:, :, None])
+            given = {"weights": ClassWeights(), **problem.options}
+            each.write_gradient(results[-1], logits[:, :, None], of, StateFields(), **given)
+        found.append(results)
+    for mine, expected in zip(*found, strict=True):
+        assert same_bits(mine, expected)
+
+
+@pytest.mark.parametrize("classes", [5, 900, 5000])
+def test_changing_grids_have_bits_of_definition(kernel, classes):
+    # The exponentials of a row are added on the grid of the row before, and again if it has another one.
+    rng = np.random.default_rng(classes)
+    offsets = np.array([0.0, 30.0, -40.0, 14.2, 14.3, 500.0, -np.inf, 3.0])
+    logits = (rng.standard_normal((ROWS, classes)) + offsets[:, None]).astype(np.float32)
+    logits[:, classes // 2 :] += np.float32(25.0)  # a coarser grid
+    logits[7, 3] = np.nan
+    targets = rng.integers(0, classes, ROWS)
+    for fields in (StateFields(), StateFields(hold_largest=True), StateFields(held_weight=True, weighted_logit=True)):
+        for transform in (Transform(), Transform(0.5), Transform(0.7)):
+            problem = Drawn(logits, targets, fields, transform, SINGLE, ClassWeights())
+            assert problem.states(kernel).tobytes() == problem.states(definition).tobytes(), (fields, transform)
 
 
 def fill_gradients_of_statistics(rows, softmax, targets, rng):
@@ -333,7 +373,8 @@ def test_entropy_of_logits_scaled_below_huge(kernel, scale, arithmetic):
     whole = cut_at(problem, kernel, CUTS[0])
     entropy = problem.softmax(kernel, whole)[:, ROW_SOFTMAX["entropy"]]
     np.testing.assert_allclose(entropy, np.log(classes_at_top), rtol=1e-15, atol=0)
-    assert same_bits(problem.softmax(kernel, whole), problem.softmax(definition, cut_at(problem, definition, CUTS[0])))
+    expected = problem.softmax(definition, cut_at(problem, definition, CUTS[0]))
+    assert same_bits(problem.softmax(kernel, whole)[:], expected)
     for cuts in CUTS:
         assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
 
@@ -390,16 +431,17 @@ def test_loss_is_quotient_of_sums(kernel, mean):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["plain", "probabilities"])
 def test_class_axis_not_last_has_same_bits(kernel, dtype, name):
-    rng, classes, copies = np.random.default_rng(6), 1100, 6
+    rng, classes, copies = np.random.default_rng(6), 1100, 22
     logits, targets = logits_of("certain", classes, dtype, rng)
     probabilities = rng.random((ROWS, classes, 1)).astype(dtype) if name == "probabilities" else None
     arithmetic = DOUBLE if dtype == np.float64 else SINGLE
     problem = Drawn(logits, targets, FIELDS[name], Transform(), arithmetic, ClassWeights(None, probabilities))
     states = problem.states(definition)
-    softmax, one = problem.softmax(definition, states), np.ones(1)
-    rows = definition.row_gradients(
-        softmax, problem.fields, np.ones(ROWS, np.bool_), targets, one, one, 1.0, LossTerms()
-    )
+
+    def rows_of(kernel, copies):
+        softmax, every, one = problem.softmax(kernel, np.tile(states, copies)), np.ones(ROWS * copies, bool), np.ones(1)
+        given = problem.fields, every, np.tile(targets, copies), one, one, 1.0, LossTerms()
+        return kernel.row_gradients(softmax, *given)
 
     def placed(values):  # the rows many times over, (2, classes, rows / 2)
         many = np.tile(values, (copies, 1)).reshape(2, -1, classes)
@@ -410,12 +452,13 @@ def test_class_axis_not_last_has_same_bits(kernel, dtype, name):
     columns = np.tile(targets, copies) if problem.has_targets else None
     found = kernel.fill_states(placed(logits), columns, problem.fields, class_start=0, **more)
     assert found.tobytes() == np.tile(states, copies).tobytes()
-    out = placed(logits)
-    kernel.write_gradient(out, out, np.tile(rows, (copies, 1)), problem.fields, **more)
     expected = np.empty((ROWS, classes, 1), dtype)
     mine = {"weights": problem.weights, **problem.options}
-    definition.write_gradient(expected, logits[:, :, None], rows, problem.fields, **mine)
-    assert same_bits(out, placed(expected[:, :, 0]))
+    definition.write_gradient(expected, logits[:, :, None], rows_of(definition, 1), problem.fields, **mine)
+    for rows in rows_of(definition, copies), rows_of(kernel, copies):
+        out = placed(logits)
+        kernel.write_gradient(out, out, rows, problem.fields, **more)
+        assert same_bits(out, placed(expected[:, :, 0]))
 
 
 @given(seed=st.integers(0, 2**32), special=st.lists(st.sampled_from([np.inf, -np.inf, np.nan, 0.0]), max_size=3))
@@ -505,6 +548,23 @@ def test_more_classes_than_22_bits_count(dtype):
     assert softmax[ROW_SOFTMAX["odds"]] == pytest.approx(classes - 1, rel=1e-7 if dtype == np.float32 else 1e-15)
     assert softmax[ROW_SOFTMAX["held_nll"]] == pytest.approx(loss, rel=1e-7 if dtype == np.float32 else 1e-15)
     assert softmax[ROW_SOFTMAX["weighted_nll"]] == pytest.approx(classes * loss, rel=1e-7)
+
+
+def test_large_gradient_in_memory_off_any_alignment(kernel):
+    rows, classes = 2**22 // 2**14, 2**12
+    logits = np.random.default_rng(0).standard_normal((rows, classes, 1), np.float32)
+    out = np.zeros(logits.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(logits.shape)
+    given = StateFields(), Transform(), SINGLE
+    more = dict(zip(("transform", "arithmetic"), given[1:], strict=True), weights=ClassWeights())
+    states = kernel.fill_states(logits, np.zeros(rows, int), given[0], class_start=0, **more)
+    one, softmax = np.ones(1), kernel.row_softmax(states, *given, None)
+    gradient = kernel.row_gradients(
+        softmax, given[0], np.ones(rows, bool), np.zeros(rows, int), one, one, 1.0, LossTerms()
+    )
+    kernel.write_gradient(out, logits, gradient, given[0], **more)
+    expected = np.empty_like(logits)
+    kernel.write_gradient(expected, logits, gradient, given[0], **more)
+    assert same_bits(out, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

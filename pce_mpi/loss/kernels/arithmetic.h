@@ -64,6 +64,12 @@ PCE_FUNCTION float sum32(float a, float b) {
     asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
     return c;
 }
+// a b of less than 2^22, rounded to an integer.
+PCE_FUNCTION float whole_of_product(float a, float b, int64_t &whole) {
+    float k = fma32(a, b, MAGIC32);
+    whole = int32_t(bits(k)) - MAGIC32_BITS;
+    return sum32(k, -MAGIC32);
+}
 PCE_FUNCTION float narrow(double v) {
     float w;
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(w) : "d"(v));
@@ -91,6 +97,11 @@ PCE_FUNCTION float fma32(float a, float b, float c) {
 }
 PCE_FUNCTION float product32(float a, float b) { return a * b; }
 PCE_FUNCTION float sum32(float a, float b) { return a + b; }
+PCE_FUNCTION float whole_of_product(float a, float b, int64_t &whole) {
+    double k = double(a) * b + MAGIC;  // the product is exact
+    whole = int64_t(bits(k)) - MAGIC_BITS;
+    return float(k - MAGIC);
+}
 PCE_FUNCTION float narrow(double v) { return float(v); }
 PCE_FUNCTION double wide(float v) { return v; }
 #endif
@@ -127,6 +138,7 @@ PCE_FUNCTION double power(int64_t n) { return from_bits(uint64_t(n + 1023) << 52
 
 // v 2^n, rounded once if v is normal.
 PCE_FUNCTION double scaled(double v, int64_t n) {
+    if (n >= -800 && n <= 800) return v * power(n);
     n = clip(n, -2200, 2200);
     for (int i = 0; i < 3; i++) {
         int64_t step = clip(n, -800, 800);
@@ -269,9 +281,8 @@ template <> PCE_INLINED Exponential<float> argument<Single>(double x, const Tran
     if (transform.direct()) {
         float scale = narrow(transform.scale), logit = narrow(x), product = product32(scale, logit);
         if (product >= -NEAR32 && product <= NEAR32) {
-            float k = fma32(product, LOG2E32, MAGIC32);
-            int64_t n = int32_t(bits(k)) - MAGIC32_BITS;
-            k = sum32(k, -MAGIC32);
+            int64_t n;
+            float k = whole_of_product(product, LOG2E32, n);
             return {n, fma32(k, -LO32, fma32(logit, scale, product32(k, -HI32)))};
         }
     }
@@ -293,19 +304,33 @@ template <> PCE_FUNCTION Exponential<double> exponential<Short>(double x, const 
 PCE_FUNCTION uint32_t fixed_point(float t) { return uint32_t(int32_t(product32(t, 0x1p30f)) + (1 << 30)); }
 PCE_FUNCTION uint64_t fixed_point(double t) { return uint64_t(int64_t(t * 0x1p62) + (int64_t(1) << 62)); }
 
+// A normal positive v as m 2^k, with m about 1.
+struct NearOne {
+    double m, k;
+
+    static PCE_FUNCTION NearOne of(double v) {
+        Parts parts = split(v);
+        bool low = parts.m < 0x1.6a09e667f3bcdp-1;
+        return {low ? parts.m + parts.m : parts.m, double(parts.e - low)};
+    }
+    // The logarithm, from that of m.
+    PCE_FUNCTION double with(double of_m) const { return k * HI + (of_m + k * LO); }
+};
+
 // log v of a normal positive v.
 PCE_FUNCTION double log(double v) {
-    Parts parts = split(v);
-    bool low = parts.m < 0x1.6a09e667f3bcdp-1;
-    double m = low ? parts.m + parts.m : parts.m, k = double(parts.e - low);
-    return k * HI + (twice_atanh((m - 1.0) / (m + 1.0)) + k * LO);
+    NearOne n = NearOne::of(v);
+    return n.with(twice_atanh((n.m - 1.0) / (n.m + 1.0)));
 }
 
-// log(1 + a) for a >= 0.
+// log(1 + a) for a >= 0; both cases in one way, as a branch would be taken at random.
 PCE_FUNCTION double log1p(double a) {
-    if (a < 0.4) return twice_atanh(a / (2.0 + a));
     Pair s = two_sum(1.0, a);
-    return log(s.high) + s.low / s.high;
+    NearOne n = NearOne::of(s.high);
+    bool small = a < 0.4;
+    double result = twice_atanh((small ? a : n.m - 1.0) / (small ? 2.0 + a : n.m + 1.0));
+    double sum = n.with(result) + s.low / s.high;
+    return small ? result : sum;
 }
 
 PCE_FUNCTION double times_log2(int64_t n) { return double(n) * HI + double(n) * LO; }

@@ -64,40 +64,6 @@ PyObject *fill_states(PyObject *, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-PyObject *write_gradient(PyObject *, PyObject *arguments) {
-    PyObject *logits, *out, *rows, *weight, *probabilities;
-    Write write = {};
-    int kind, out_kind, probabilities_kind, wide;
-    if (!PyArg_ParseTuple(arguments, "OiOiOOOiddiddp:write_gradient", &logits, &kind, &out, &out_kind, &rows, &weight,
-                          &probabilities, &probabilities_kind, &write.kept, &write.share, &write.call.fields,
-                          &write.call.transform.scale, &write.call.transform.softcap, &wide))
-        return nullptr;
-    Buffer x, o, r, w, p;
-    if (!x.take(logits, PyBUF_STRIDES) || !o.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) || !r.take(rows) ||
-        !w.take(weight) || !p.take(probabilities, PyBUF_STRIDES))
-        return nullptr;
-    write.logits = x.array(kind);
-    write.out = o.array(out_kind);
-    write.probabilities = p.array(probabilities_kind);
-    write.rows = r.of<const RowGradient>();
-    write.weight = w.of<double>();
-    write.wide = wide;
-    const Loops *loops = chosen->loops;
-    Py_BEGIN_ALLOW_THREADS;
-    loops->write(write);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
-template <class Arithmetic> void merge_rows(const uint64_t *a, uint64_t *b, long rows, const Call &call) {
-    long words = words_of(call.fields);
-    for (long r = 0; r < rows; r++, a += words, b += words) {
-        State union_of = State::load<Arithmetic>(a, call), other = State::load<Arithmetic>(b, call);
-        merge<Arithmetic>(union_of, other, call);
-        union_of.store<Arithmetic>(b, call);
-    }
-}
-
 // Merge the states `a` into the states `b`.
 PyObject *merge_states(PyObject *, PyObject *arguments) {
     PyObject *a, *b;
@@ -110,79 +76,154 @@ PyObject *merge_states(PyObject *, PyObject *arguments) {
     if (!from.take(a) || !to.take(b, PyBUF_WRITABLE)) return nullptr;
     long rows = long(to.view.len) / (8 * words_of(call.fields));
     Py_BEGIN_ALLOW_THREADS;
-    wide ? merge_rows<Double>(from.of<uint64_t>(), to.of<uint64_t>(), rows, call)
-         : merge_rows<Single>(from.of<uint64_t>(), to.of<uint64_t>(), rows, call);
+    merge_rows(from.of<uint64_t>(), to.of<uint64_t>(), rows, call, wide);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
-template <class Arithmetic>
-void softmax_rows(const uint64_t *states, RowSoftmax *out, long rows, const Call &call, const Sum &class_weights) {
-    long words = words_of(call.fields);
-    for (long r = 0; r < rows; r++)
-        out[r] = RowSoftmax::of<Arithmetic>(State::load<Arithmetic>(states + r * words, call), call, class_weights);
-}
+// The merged states of rows, from what `MergedStates.given` of compiled.py has.
+struct MergedBuffers {
+    Buffer states, class_weights;
+    Merged merged = {};
 
-// Fill rows of RowSoftmax from merged states; the sum of all class weights is 4 words, or None.
-PyObject *row_softmax(PyObject *, PyObject *arguments) {
-    PyObject *states, *class_weights, *out;
-    Call call = {};
-    int wide;
-    Transform &transform = call.transform;
-    if (!PyArg_ParseTuple(arguments, "OOOiddpddd:row_softmax", &states, &class_weights, &out, &call.fields,
-                          &transform.scale, &transform.softcap, &wide, &transform.m1, &transform.m2, &transform.m3))
-        return nullptr;
-    Buffer from, weights, to;
-    if (!from.take(states) || !weights.take(class_weights) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))
-        return nullptr;
-    Sum sum = weights.held ? *weights.of<Sum>() : Sum{NO_GRID, {0, 0, 0}};
-    long rows = long(to.view.len / long(sizeof(RowSoftmax)));
-    Py_BEGIN_ALLOW_THREADS;
-    wide ? softmax_rows<Double>(from.of<uint64_t>(), to.of<RowSoftmax>(), rows, call, sum)
-         : softmax_rows<Single>(from.of<uint64_t>(), to.of<RowSoftmax>(), rows, call, sum);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
-// Fill the losses of rows, and then their weights, from rows of RowSoftmax.
-PyObject *row_losses(PyObject *, PyObject *arguments) {
-    PyObject *softmax, *valid, *out;
-    int fields;
-    LossTerms terms;
-    if (!PyArg_ParseTuple(arguments, "OOOiddd:row_losses", &softmax, &valid, &out, &fields, &terms.smoothing,
-                          &terms.share, &terms.z_loss))
-        return nullptr;
-    Buffer from, v, to;
-    if (!from.take(softmax) || !v.take(valid) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE)) return nullptr;
-    long rows = long(v.view.len);
-    for (long r = 0; r < rows; r++) {
-        RowLoss loss = RowLoss::of(from.of<RowSoftmax>()[r], fields, v.of<bool>()[r], terms);
-        to.of<double>()[r] = loss.loss;
-        to.of<double>()[rows + r] = loss.weight;
+    bool take(PyObject *given) {
+        PyObject *from, *weights;
+        int wide;
+        Call &call = merged.call;
+        Transform &transform = call.transform;
+        if (!PyArg_ParseTuple(given, "OOiddpddd", &from, &weights, &call.fields, &transform.scale, &transform.softcap,
+                              &wide, &transform.m1, &transform.m2, &transform.m3))
+            return false;
+        if (!states.take(from) || !class_weights.take(weights)) return false;
+        merged.states = states.of<uint64_t>();
+        merged.rows = long(states.view.len) / (8 * words_of(call.fields));
+        merged.wide = wide;
+        merged.class_weights = class_weights.held ? *class_weights.of<Sum>() : Sum{NO_GRID, {0, 0, 0}};
+        return true;
     }
-    Py_RETURN_NONE;
-}
+};
 
-// Fill rows of RowGradient from rows of RowSoftmax; `upstream` has one number, or one for each row.
-PyObject *row_gradients(PyObject *, PyObject *arguments) {
-    PyObject *softmax, *valid, *columns, *upstream, *divisor, *out;
-    int fields;
-    double scale;
-    LossTerms terms;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOidddd:row_gradients", &softmax, &valid, &columns, &upstream, &divisor,
-                          &out, &fields, &scale, &terms.smoothing, &terms.share, &terms.z_loss))
-        return nullptr;
-    Buffer from, v, c, u, d, to;
-    if (!from.take(softmax) || !v.take(valid) || !c.take(columns) || !u.take(upstream) || !d.take(divisor) ||
+// Fill rows of RowSoftmax from merged states.
+PyObject *row_softmax(PyObject *, PyObject *arguments) {
+    PyObject *given, *out;
+    MergedBuffers from;
+    Buffer to;
+    if (!PyArg_ParseTuple(arguments, "OO:row_softmax", &given, &out) || !from.take(given) ||
         !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))
         return nullptr;
-    long rows = long(v.view.len), step = u.view.len > 8;
-    for (long r = 0; r < rows; r++) {
-        bool counts = v.of<bool>()[r];
-        double slope = scale * (counts ? u.of<double>()[step * r] / *d.of<double>() : 0.0);
-        to.of<RowGradient>()[r] = gradient_row(from.of<RowSoftmax>()[r], fields, counts,
-                                               c.held ? c.of<int64_t>()[r] : -1, slope, terms);
+    const Merged &merged = from.merged;
+    RowSoftmax *rows = to.of<RowSoftmax>();
+    Py_BEGIN_ALLOW_THREADS;
+    merged.softmax(false, 0, merged.rows, [=](long r, const RowSoftmax &row, int) { rows[r] = row; });
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+// Fill the losses of rows, and then their weights, from merged states.
+PyObject *row_losses(PyObject *, PyObject *arguments) {
+    PyObject *given, *valid, *out;
+    LossTerms terms;
+    MergedBuffers from;
+    Buffer v, to;
+    if (!PyArg_ParseTuple(arguments, "OOOddd:row_losses", &given, &valid, &out, &terms.smoothing, &terms.share,
+                          &terms.z_loss) ||
+        !from.take(given) || !v.take(valid) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))
+        return nullptr;
+    double *losses = to.of<double>();
+    Py_BEGIN_ALLOW_THREADS;
+    fill_losses(from.merged, v.of<bool>(), terms, losses, losses + from.merged.rows);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+// Fill the statistics of rows, and their largest classes, from merged states.
+PyObject *row_statistics(PyObject *, PyObject *arguments) {
+    PyObject *given, *valid, *out, *largest;
+    MergedBuffers from;
+    Buffer v, to, l;
+    if (!PyArg_ParseTuple(arguments, "OOOO:row_statistics", &given, &valid, &out, &largest) || !from.take(given) ||
+        !v.take(valid) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) || !l.take(largest, PyBUF_WRITABLE))
+        return nullptr;
+    Py_BEGIN_ALLOW_THREADS;
+    fill_statistics(from.merged, v.of<bool>(), to.of<double>(), l.of<int64_t>());
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+Upstream upstream_of(const Buffer &numbers) { return {numbers.of<const double>(), numbers.view.len == 8}; }
+
+// Fill rows of RowGradient for statistics, from merged states.
+PyObject *statistics_gradients(PyObject *, PyObject *arguments) {
+    PyObject *given, *valid, *columns, *log_prob, *entropy, *logsumexp, *out;
+    long long class_start, classes;
+    double scale;
+    MergedBuffers from;
+    Buffer v, c, p, e, l, to;
+    if (!PyArg_ParseTuple(arguments, "OOOLLdOOOO:statistics_gradients", &given, &valid, &columns, &class_start,
+                          &classes, &scale, &log_prob, &entropy, &logsumexp, &out) ||
+        !from.take(given) || !v.take(valid) || !c.take(columns) || !p.take(log_prob) || !e.take(entropy) ||
+        !l.take(logsumexp) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))
+        return nullptr;
+    const bool *counts = v.of<bool>();
+    const int64_t *column = c.of<int64_t>();
+    const Upstream of_log_prob = upstream_of(p), of_entropy = upstream_of(e), of_logsumexp = upstream_of(l);
+    RowGradient *rows = to.of<RowGradient>();
+    Py_BEGIN_ALLOW_THREADS;
+    from.merged.softmax(false, 0, from.merged.rows, [&](long r, const RowSoftmax &row, int) {
+        rows[r] = statistics_gradient_row(row, column ? column[r] : -1, column, class_start, classes, scale,
+                                          counts[r] ? of_log_prob[r] : 0.0, of_entropy[r], of_logsumexp[r]);
+    });
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+// The rows of a gradient: an array of RowGradient, or a tuple, `GradientRows` of compiled.py.
+struct GradientBuffers {
+    MergedBuffers merged;
+    Buffer rows, valid, columns, upstream, divisor;
+    GradientRows computed = {};
+
+    bool take(PyObject *given) {
+        if (!PyTuple_Check(given)) return rows.take(given);
+        PyObject *from, *v, *c, *u, *d;
+        LossTerms &terms = computed.terms;
+        if (!PyArg_ParseTuple(given, "OOOOOdddd", &from, &v, &c, &u, &d, &computed.scale, &terms.smoothing,
+                              &terms.share, &terms.z_loss) ||
+            !merged.take(from) || !valid.take(v) || !columns.take(c) || !upstream.take(u) || !divisor.take(d))
+            return false;
+        computed.merged = merged.merged;
+        computed.valid = valid.of<const bool>();
+        computed.columns = columns.of<const int64_t>();
+        computed.upstream = upstream_of(upstream);
+        computed.divisor = *divisor.of<double>();
+        return true;
     }
+};
+
+PyObject *write_gradient(PyObject *, PyObject *arguments) {
+    PyObject *logits, *out, *rows, *weight, *probabilities;
+    Write write = {};
+    int kind, out_kind, probabilities_kind, wide;
+    if (!PyArg_ParseTuple(arguments, "OiOiOOOiddiddp:write_gradient", &logits, &kind, &out, &out_kind, &rows, &weight,
+                          &probabilities, &probabilities_kind, &write.kept, &write.share, &write.call.fields,
+                          &write.call.transform.scale, &write.call.transform.softcap, &wide))
+        return nullptr;
+    Buffer x, o, w, p;
+    GradientBuffers r;
+    if (!x.take(logits, PyBUF_STRIDES) || !o.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) || !r.take(rows) ||
+        !w.take(weight) || !p.take(probabilities, PyBUF_STRIDES))
+        return nullptr;
+    write.logits = x.array(kind);
+    write.out = o.array(out_kind);
+    write.probabilities = p.array(probabilities_kind);
+    write.rows = r.rows.of<const RowGradient>();
+    write.computed = r.computed;
+    write.weight = w.of<double>();
+    write.wide = wide;
+    const Loops *loops = chosen->loops;
+    Py_BEGIN_ALLOW_THREADS;
+    loops->write(write);
+    Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
@@ -358,7 +399,8 @@ PyMethodDef METHODS[] = {{"fill_states", fill_states, METH_VARARGS, nullptr},
                          {"merge_states", merge_states, METH_VARARGS, nullptr},
                          {"row_softmax", row_softmax, METH_VARARGS, nullptr},
                          {"row_losses", row_losses, METH_VARARGS, nullptr},
-                         {"row_gradients", row_gradients, METH_VARARGS, nullptr},
+                         {"row_statistics", row_statistics, METH_VARARGS, nullptr},
+                         {"statistics_gradients", statistics_gradients, METH_VARARGS, nullptr},
                          {"largest_of", largest_of, METH_VARARGS, nullptr},
                          {"diverge", diverge, METH_VARARGS, nullptr},
                          {"sums_of", sums_of, METH_VARARGS, nullptr},

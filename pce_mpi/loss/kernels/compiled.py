@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,9 @@ from pce_mpi.loss.kernels.divergence import (
     row_divergences as row_divergences,
 )
 from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
-from pce_mpi.loss.kernels.losses import (
-    row_statistics as row_statistics,
-    statistics_gradients as statistics_gradients,
-    target_log_probs as target_log_probs,
-)
+from pce_mpi.loss.kernels.losses import target_log_probs as target_log_probs
 from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = np.ndarray[Any, Any]
 
@@ -104,24 +100,67 @@ def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithme
     _compiled.merge_states(a, b, *_call(fields, transform, arithmetic))
 
 
+class CompiledStates(MergedStates):
+    """Merged states, and with `given` what the compiled functions take of them."""
+
+    def __init__(self, states: Array, *more: Any):
+        super().__init__(states)
+        self.given = states, *more
+
+    @cached_property
+    def columns(self) -> Array:
+        """The columns of `ROW_SOFTMAX`."""
+        columns = np.empty((len(self), len(ROW_SOFTMAX)))
+        _compiled.row_softmax(self.given, columns)
+        return columns
+
+
 def row_softmax(
     states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Array | None
-) -> Array:
-    """Return the softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
-    columns = np.empty((len(states), len(ROW_SOFTMAX)))
-    _compiled.row_softmax(states, class_weights, columns, *_call(fields, transform, arithmetic), *transform.margin)
-    return columns
+) -> CompiledStates:
+    """Return the softmax of each row."""
+    return CompiledStates(states, class_weights, *_call(fields, transform, arithmetic), *transform.margin)
 
 
-def row_losses(softmax: Array, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
+def row_losses(softmax: CompiledStates, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
     """Return the losses and weights of rows, (2, rows); `losses.row_losses` has the arguments."""
-    losses = np.empty((2, len(softmax)))
-    _compiled.row_losses(softmax, valid, losses, fields.flags, *terms)
+    # Most of this room is never touched. glibc keeps free memory of twice the largest block that was returned to it, and
+    # so all memory of one call for the next; new pages would take a tenth of the time of short rows.
+    losses = np.empty((8, len(softmax)))[:2]
+    _compiled.row_losses(softmax.given, valid, losses, *terms)
     return losses
 
 
+def row_statistics(softmax: CompiledStates, valid: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return statistics of rows; `losses.row_statistics` has the arguments."""
+    numbers, argmax = np.empty((5, len(softmax))), np.empty(len(softmax), np.int64)
+    _compiled.row_statistics(softmax.given, valid, numbers, argmax)
+    return numbers.astype(dtype), argmax
+
+
+def statistics_gradients(
+    softmax: CompiledStates,
+    valid: Array,
+    target_column: Array | None,
+    classes: range,
+    scale: float,
+    log_prob: Array,
+    entropy: Array,
+    logsumexp: Array,
+) -> Array:
+    """Return the rows of a gradient of statistics; `losses.statistics_gradients` has the arguments."""
+    rows = np.empty((len(softmax), len(ROW_GRADIENT)))
+    given = softmax.given, valid, target_column, classes.start, len(classes), scale, log_prob, entropy, logsumexp
+    _compiled.statistics_gradients(*given, rows)
+    return rows
+
+
+# The rows of a gradient, which `write_gradient` computes where it needs them: what the compiled function takes.
+GradientRows = tuple[Any, ...]
+
+
 def row_gradients(
-    softmax: Array,
+    softmax: CompiledStates,
     fields: StateFields,
     valid: Array,
     target_column: Array | None,
@@ -129,18 +168,15 @@ def row_gradients(
     divisor: Array,
     scale: float,
     terms: LossTerms,
-) -> Array:
+) -> GradientRows:
     """Return the rows of a gradient; `losses.row_gradients` has the arguments."""
-    rows = np.empty((len(softmax), len(ROW_GRADIENT)))
-    given = (softmax, valid, target_column, upstream, divisor, rows)
-    _compiled.row_gradients(*given, fields.flags, scale, *terms)
-    return rows
+    return softmax.given, valid, target_column, upstream, divisor, scale, *terms
 
 
 def write_gradient(
     out: Array,
     logits: Array,
-    rows: Array,
+    rows: Array | GradientRows,
     fields: StateFields,
     *,
     weights: ClassWeights,

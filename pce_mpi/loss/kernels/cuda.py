@@ -47,7 +47,7 @@ from pce_mpi.loss.kernels.launch_config import (
 )
 from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
 from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = Any  # cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -184,11 +184,8 @@ def _grid_arguments(source: Rows, rows: int, classes: int, config: LaunchConfig)
     return [source.array, np.int64(source.pitch), *sizes]
 
 
-class MergedStates:
-    """The merged states of rows, from which kernels compute the softmax of a row wherever they need it.
-
-    An index gives that part of all columns of `ROW_SOFTMAX`, (rows, columns).
-    """
+class GpuStates(MergedStates):
+    """Merged states on a GPU."""
 
     def __init__(
         self,
@@ -198,7 +195,8 @@ class MergedStates:
         arithmetic: Arithmetic,
         class_weights: np.ndarray[Any, Any] | None,
     ):
-        self.states, self.rows, self.arithmetic = states, len(states), arithmetic
+        super().__init__(states)
+        self.rows, self.arithmetic = len(states), arithmetic
         sums = None if class_weights is None else cupy.asarray(class_weights)
         self.margin = _numbers_of(transform.margin)
         call = *_transform_arguments(transform), np.int32(fields.flags), sums
@@ -217,25 +215,22 @@ class MergedStates:
         self.launch("row_softmax.cu", "fill_row_softmax", *self.margin, columns)
         return columns
 
-    def __getitem__(self, index: Any) -> Array:
-        return self.columns[index]
-
 
 def row_softmax(
     states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Any | None
-) -> MergedStates:
+) -> GpuStates:
     """Return the softmax of each row.
 
     `class_weights`, on the host, is the sum of the weights of all classes, for states without such a sum.
     """
-    return MergedStates(states, fields, transform, arithmetic, class_weights)
+    return GpuStates(states, fields, transform, arithmetic, class_weights)
 
 
 def _numbers_of(terms: tuple[float, ...]) -> list[np.float64]:
     return [np.float64(number) for number in terms]
 
 
-def row_losses(softmax: MergedStates, fields: StateFields, valid: Array | None, terms: LossTerms) -> Array:
+def row_losses(softmax: GpuStates, fields: StateFields, valid: Array | None, terms: LossTerms) -> Array:
     """Return the losses and weights of rows, (2, rows); `losses.row_losses` has the arguments.
 
     `valid` is None if all rows count.
@@ -254,7 +249,7 @@ def _upstream_arguments(upstream: Any) -> list[Any]:
 
 
 def row_gradients(
-    softmax: MergedStates,
+    softmax: GpuStates,
     fields: StateFields,
     valid: Array | None,
     target_column: Array | None,
@@ -275,7 +270,7 @@ def row_gradients(
     return gradients
 
 
-def row_statistics(softmax: MergedStates, valid: Array | None, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+def row_statistics(softmax: GpuStates, valid: Array | None, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return statistics of rows; `losses.row_statistics` has the arguments. `valid` is None if all rows count."""
     numbers, argmax = cupy.empty((5, softmax.rows), dtype), cupy.empty(softmax.rows, np.int64)
     code = np.int32(DTYPE_CODES[numbers.dtype.name])
@@ -284,7 +279,7 @@ def row_statistics(softmax: MergedStates, valid: Array | None, dtype: np.dtype[A
 
 
 def target_log_probs(
-    softmax: MergedStates, chosen: Array, valid: Array, transform: Transform, dtype: np.dtype[Any]
+    softmax: GpuStates, chosen: Array, valid: Array, transform: Transform, dtype: np.dtype[Any]
 ) -> Array:
     """Return the log-probabilities of chosen logits; `losses.target_log_probs` has the arguments.
 
@@ -293,7 +288,7 @@ def target_log_probs(
     states = cupy.repeat(softmax.states[:, :_WORDS], chosen.shape[1], axis=0)
     targets = (_wide(chosen) + 0.0).reshape(-1, 1).view(np.uint64)
     fields, arithmetic = StateFields(hold_largest=True, target=True), softmax.arithmetic
-    each = MergedStates(cupy.concatenate([states, targets], axis=1), fields, transform, arithmetic, None)
+    each = GpuStates(cupy.concatenate([states, targets], axis=1), fields, transform, arithmetic, None)
     return row_statistics(each, cupy.ascontiguousarray(valid).reshape(-1), dtype)[0][3].reshape(chosen.shape)
 
 
@@ -302,7 +297,7 @@ _WORDS = StateFields(hold_largest=True).dtype.itemsize // 8
 
 
 def statistics_gradients(
-    softmax: MergedStates,
+    softmax: GpuStates,
     valid: Array | None,
     target_column: Array | None,
     classes: range,

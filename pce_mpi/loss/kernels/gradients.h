@@ -25,7 +25,7 @@ struct RowFactor {
     int64_t exponent;
     bool huge;
 
-    static PCE_FUNCTION RowFactor of(const RowGradient &gradient, const Transform &transform) {
+    static PCE_INLINED RowFactor of(const RowGradient &gradient, const Transform &transform) {
         RowFactor row = {};
         row.factor = gradient.factor;
         row.weight_factor = gradient.weight_factor;

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.hollow import hollow
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = Any  # Hollow
 
@@ -20,8 +21,14 @@ def fill_states(logits: Array, _: Array, fields: StateFields, **__: Any) -> Arra
     return hollow(logits.shape[0] * logits.shape[2], fields.dtype)
 
 
-def row_softmax(states: Array, *_: Any) -> Array:
-    return hollow((len(states), len(ROW_SOFTMAX)))
+class HollowStates(MergedStates):
+    @cached_property
+    def columns(self) -> Array:
+        return hollow((len(self), len(ROW_SOFTMAX)))
+
+
+def row_softmax(states: Array, *_: Any) -> HollowStates:
+    return HollowStates(states)
 
 
 def row_losses(softmax: Array, *_: Any) -> Array:

@@ -16,7 +16,7 @@
 #endif
 
 #include "floating_point.h"
-#include "losses.h"
+#include "merged.h"
 
 namespace pce {
 namespace {
@@ -82,7 +82,8 @@ struct Fill {
 };
 struct Write {
     Array logits, out, probabilities;
-    const RowGradient *rows;
+    const RowGradient *rows;  // may be absent, and is then computed
+    GradientRows computed;
     const double *weight;
     double kept, share;
     Call call;

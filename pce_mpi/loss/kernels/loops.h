@@ -204,17 +204,22 @@ INLINED void parts(const Doubles x[2], const Transform &transform, Longs biased[
     t[1] = both.b;
 }
 
-// The largest logit, or nan if there is one.
-template <class T> static double largest(const T *x, long count) {
-    typedef decltype(load(x)) Vector;
-    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
-    Vector top = load_some(x, 0), strange = Vector{};
-    for (long i = 0; i < count; i += lanes) {
-        Vector v = load_up_to(x + i, count - i);
+// The largest of the logits in some vectors, or nan if there is one.
+template <class Vector> struct Top {
+    Vector top, strange = Vector{};
+
+    __attribute__((always_inline)) void add(Vector v) {
         top = v > top ? v : top;
         strange = v == v ? strange : Vector{} + 1;
     }
-    return any_less(Vector{}, strange) ? not_a_number() : largest_lane(top);
+    double value() const { return any_less(Vector{}, strange) ? not_a_number() : largest_lane(top); }
+};
+
+template <class T> static double largest(const T *x, long count) {
+    constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
+    Top<decltype(load(x))> top = {load_some(x, 0)};
+    for (long i = 0; i < count; i += lanes) top.add(load_up_to(x + i, count - i));
+    return top.value();
 }
 
 // The first place, from `i` on, of a logit equal to `wanted`, which may be nan; `count` if there is none.
@@ -241,7 +246,7 @@ static inline uint64_t sum_of(Words v) {
 INLINED Words pairs_of(Unsigned v) { return ((Words)v & 0xffffffff) + ((Words)v >> 32); }
 
 // Add exponentials to a sum whose grid is at least theirs; logits below `lowest` add nothing. `each` takes places, n +
-// BIAS, and 1 + t in fixed point.
+// BIAS, 1 + t in fixed point and, in float32, logits.
 //
 // An exponential is fixed 2^shift, cut to a whole number, in two words of 32 bits, `low` and `high`: a shift by less
 // than 0 or more than 31 gives 0. Of each word the bits above a digit's border are summed apart. What is below them has
@@ -257,9 +262,10 @@ static void add_exponentials(Sum &sum, const T *x, const int32_t *reduced, long 
         __builtin_prefetch(x + i + CHUNK, 0, 2);
         Floats t;
         Ints n;
-        parts<way>(load_up_to(x + i, count - i), reduced + i, transform, n, t);
+        Floats v = load_up_to(x + i, count - i);
+        parts<way>(v, reduced + i, transform, n, t);
         Unsigned fixed = fixed_point(t);
-        each(i, n, fixed);
+        each(i, n, fixed, v);
         Unsigned low = shift_left(fixed, n - unit) | shift_right(fixed, unit - n), high = shift_right(fixed, next - n);
         lows += low;
         low_tops += low >> WIDTH;
@@ -340,7 +346,7 @@ static void write_near(const T *x, const int32_t *reduced, To *out, long count, 
     const Ints exponent = ints(int32_t(row.exponent) - BIAS<way>), normal = ints(-125) - exponent;
     const Ints least = row.high != 0.0f ? normal : ints(direct ? 0x7f800000 : INT32_MAX);
     write_vectors(out, count, past_cache && direct, [&](long i, long some) __attribute__((always_inline)) {
-        Floats v = load_up_to(x + i, some), t;
+        Floats v = load_repeated(x + i, some), t;
         Ints n;
         parts<way>(v, reduced + i, transform, n, t);
         Floats value = high + fma(high, t, low);

@@ -129,7 +129,7 @@ static void add_near(State &state, const T *x, long count, double top, double lo
                 add(x, some, [](auto...) {});
                 continue;
             }
-            add(x, some, [&](long i, auto n_of, auto fixed_of) {
+            add(x, some, [&](long i, auto n_of, auto fixed_of, auto...) {
                 store_bytes(n + i, n_of);
                 store_bytes(fixed + i, fixed_of);
             });
@@ -183,10 +183,31 @@ static void add_weights(State &state, const T *x, long first, long end, const We
     }
 }
 
-// Add the exponentials, and exp(z) z, of classes that are not held.
-template <class Arithmetic, class T> static void add_others(State &state, const T *x, long count, const Call &call) {
+// Return the largest logit of some classes, and add their exponentials to `trial` on the way, if float32 can reduce
+// them as they are: its grid is a guess, which may be too fine or too coarse. Otherwise `trial` is empty.
+template <class T> static double largest(Sum &trial, const T *x, long count, const Transform &transform) {
+    if (transform.direct()) {
+        Top<Floats> top = {floats(-__builtin_inff())};
+        auto see = [&](long, auto, auto, Floats v) __attribute__((always_inline)) { top.add(v); };
+        transform.scale == 1.0 ? add_exponentials<PLAIN>(trial, x, nullptr, count, transform, see)
+                               : add_exponentials<SCALED>(trial, x, nullptr, count, transform, see);
+        return top.value();
+    }
+    trial.grid = NO_SUM;
+    return largest(x, count);
+}
+static double largest(Sum &trial, const double *x, long count, const Transform &) {
+    trial.grid = NO_SUM;
+    return largest(x, count);
+}
+
+// Add the exponentials, and exp(z) z, of classes that are not held. `guess` is a grid: that of the classes before them.
+template <class Arithmetic, class T>
+static void add_others(State &state, const T *x, long count, int64_t &guess, const Call &call) {
     const Transform &transform = call.transform;
-    double top = largest(x, count), leading = state.held, before = call.has(HOLD_LARGEST) ? -infinity() : state.top;
+    Sum trial = {call.has(ENTROPY) ? NO_SUM : state.sum.grid == NO_SUM ? guess : state.sum.grid, {0, 0, 0}};
+    double top = trial.grid == NO_SUM ? largest(x, count) : largest(trial, x, count, transform);
+    double leading = state.held, before = call.has(HOLD_LARGEST) ? -infinity() : state.top;
     if (top == infinity()) top = not_a_number();
     if (!call.has(HOLD_LARGEST)) {
         leading = larger(state.top, top);
@@ -198,6 +219,8 @@ template <class Arithmetic, class T> static void add_others(State &state, const 
     double lowest;
     if (!is_huge(leading, transform) && near<Arithmetic>(top, transform, lowest)) {
         if (top > before) state.sum.raise(grid_of<Arithmetic>(top, transform));
+        guess = state.sum.grid;
+        if (guess == trial.grid) return state.sum.add(trial);
         return add_near<Arithmetic>(state, x, count, top, lowest, call);
     }
     Call exponentials = {call.fields & (HOLD_LARGEST | ENTROPY), transform};
@@ -245,10 +268,25 @@ template <class T> static long place_of_largest(const T *x, long count, const We
     return place;
 }
 
-// Add a chunk of a row, whose first class has the number `first_class`, to a state; its target is at `column`.
+// A short row is copied, and the class held apart masked in the copy: two loops over its parts take longer.
+enum { SHORT = 1024 };
+template <class T> static inline void copy_without(long held, const T *x, long count, T *to) {
+    typedef typename Stored<T>::Vector Vector;
+    constexpr long lanes = sizeof(Vector) / sizeof(T);
+    long i = 0;
+    for (; i + lanes <= count; i += lanes) {
+        __builtin_prefetch(x + i + CHUNK, 0, 2);
+        store_bytes(to + i, load_bytes<Vector>(x + i));
+    }
+    store_bytes(to + i, load_bytes_of(x + i, count - i, Vector{}));
+    to[held] = masked<T>();
+}
+
+// Add a chunk of a row, whose first class has the number `first_class`, to a state; its target is at `column`. `guess`
+// is the grid of the chunk before.
 template <class Arithmetic, class T>
 static void add_chunk(State &total, const T *x, long count, long column, int64_t first_class, const Weights &weights,
-                      const Call &call, bool first_chunk) {
+                      const Call &call, bool first_chunk, int64_t &guess) {
     bool largest = call.has(HOLD_LARGEST), here = column >= 0 && column < count;
     State part = State::identity(), &state = largest ? part : total;
     long held = here ? column : -1;
@@ -262,8 +300,14 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
         if (call.has(HELD_WEIGHT)) state.held_weight = canonical(weights.at(held));
     }
     long end = held < 0 ? count : held;
-    if (end > 0) add_others<Arithmetic>(state, x, end, call);
-    if (end + 1 < count) add_others<Arithmetic>(state, x + end + 1, count - end - 1, call);
+    if (held >= 0 && count <= SHORT) {
+        T others[SHORT + LANES];
+        copy_without(held, x, count, others);
+        add_others<Arithmetic>(state, others, count, guess, call);
+    } else {
+        if (end > 0) add_others<Arithmetic>(state, x, end, guess, call);
+        if (end + 1 < count) add_others<Arithmetic>(state, x + end + 1, count - end - 1, guess, call);
+    }
     if (call.has(WEIGHT) || call.has(WEIGHTED_LOGIT)) {
         add_weights(state, x, 0, end, weights, call);
         add_weights(state, x, end + 1, count, weights, call);

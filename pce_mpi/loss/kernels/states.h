@@ -108,6 +108,10 @@ struct Call {
     Transform transform;
 
     PCE_FUNCTION bool has(int field) const { return fields & field; }
+    // True if it is that of a loss without options.
+    PCE_FUNCTION bool is_plain() const {
+        return fields == 0 && transform.scale == 1.0 && transform.softcap == 0.0 && !transform.has_margin();
+    }
 };
 
 // The words of 8 bytes of a state, in the order of `StateFields.dtype`.
@@ -371,7 +375,8 @@ struct RowSoftmax {
     int64_t argmax;
     double held_slope;
 
-    template <class Arithmetic>
+    // Logarithms take as long as all else together: without them `held_nll`, and what follows from it, is not there.
+    template <class Arithmetic, bool with_logs = true>
     static PCE_FUNCTION RowSoftmax of(const State &state, const Call &call, const Sum &class_weights) {
         const Transform &transform = call.transform;
         RowSoftmax row = {};
@@ -409,8 +414,9 @@ struct RowSoftmax {
         double e = none || others_alone ? 0.0 : scaled(held_z.e, held_z.n - row.exponent);
         double others = scaled(s, unit - row.exponent);
         row.normalizer = bad ? not_a_number() : held_alone ? 0.0 : 1.0 / (others + e);
-        double nll;
-        if (others_alone) {
+        double nll = 0.0, above = 0.0;
+        if (!with_logs) {
+        } else if (others_alone) {
             int64_t from = top_z.huge ? top_z.n : 0;
             nll = ((top_z.huge ? top_z.z : 0.0) + (times_log2(unit - from) + log(s > 0.0 ? s : 1.0))) - held_z.z;
         } else if (odds > 0x1p60) {
@@ -423,9 +429,13 @@ struct RowSoftmax {
         row.held_z = held_z.z;
         row.odds = odds;
         row.held_probability = 1.0 / (1.0 + odds);
-        row.held_minus_one = odds <= 1.0 ? -odds / (1.0 + odds) : -1.0 / (1.0 + 1.0 / odds);
-        double total = (others + e) / top_z.e;
-        double above = log(total > 0.0 ? total : 1.0) + times_log2(row.exponent - top_z.n);
+        double inverse = 1.0 / odds;
+        bool likely = odds <= 1.0;  // no branch, which would be taken at random
+        row.held_minus_one = (likely ? -odds : -1.0) / (1.0 + (likely ? odds : inverse));
+        if (with_logs) {
+            double total = (others + e) / top_z.e;
+            above = log(total > 0.0 ? total : 1.0) + times_log2(row.exponent - top_z.n);
+        }
         double gap = (held_z.z - top_z.z) + (held_z.low - top_z.low);
         double above_top = bad ? not_a_number() : held >= top ? gap + row.held_nll : above;
         row.logsumexp = bad ? not_a_number() : held >= top ? held_z.z + row.held_nll : top_z.z + above;

@@ -2,10 +2,11 @@
 
 template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
     State states[TILE_ROWS];
-    auto begin = [&](long, long r) { states[r] = State::identity(); };
+    int64_t guess = 0;
+    auto begin = [&](long, long r) { new (&states[r]) State(State::identity()); };
     auto add = [&](long row, long r, const T *x, long count, long first, char *, const Weights &weights) {
         long column = fill.columns ? long(fill.columns[row + r]) - first : -1;
-        add_chunk<Arithmetic>(states[r], x, count, column, fill.first_class + first, weights, fill.call, first == 0);
+        add_chunk<Arithmetic>(states[r], x, count, column, fill.first_class + first, weights, fill.call, first == 0, guess);
     };
     auto store = [&](long row, long r) {
         states[r].template store<Arithmetic>(fill.states + (row + r) * words_of(fill.call.fields), fill.call);
@@ -79,15 +80,38 @@ static void write_row(const T *x, char *out, int kind, long count, long first, c
 // that they have to read first cost more than the ends of rows, which are written through them.
 enum { LARGE = 1 << 22, LONG_ROW = 1 << 13 };
 
+// The rows of a gradient, in memory or computed some at a time.
+struct GradientBlock {
+    const Write &write;
+    long first = 0, end = 0;
+    RowGradient rows[ROWS];
+
+    // Have the next TILE_ROWS rows from this one on.
+    void move(long row) {
+        const long all = write.computed.merged.rows;
+        if (write.rows || row + TILE_ROWS <= end || end == all) return;
+        first = row;
+        end = all - row < ROWS ? all : row + ROWS;
+        write.computed.fill(first, end - first, rows);
+    }
+    const RowGradient &operator[](long row) const { return write.rows ? write.rows[row] : rows[row - first]; }
+};
+
 template <class Arithmetic, class T> static void write_rows(const Write &write) {
     const Array &out = write.out;
     const long row_bytes = out.shape[1] * SIZES[out.kind], bytes = out.shape[0] * out.shape[2] * row_bytes;
-    bool past_cache = consecutive(out) && out.data != write.logits.data && bytes >= LARGE && row_bytes >= LONG_ROW;
+    const bool aligned = (long(out.data) | out.strides[0] | out.strides[2]) % SIZES[out.kind] == 0;
+    const bool past_cache =
+        consecutive(out) && aligned && out.data != write.logits.data && bytes >= LARGE && row_bytes >= LONG_ROW;
     RowFactor factors[TILE_ROWS];
-    auto begin = [&](long row, long r) { factors[r] = RowFactor::of(write.rows[row + r], write.call.transform); };
+    GradientBlock rows = {write};
+    auto begin = [&](long row, long r) {
+        if (r == 0) rows.move(row);
+        new (&factors[r]) RowFactor(RowFactor::of(rows[row + r], write.call.transform));
+    };
     auto put = [&](long row, long r, const T *x, long count, long first, char *place, const Weights &weights) {
-        write_row<Arithmetic>(x, place, out.kind, count, first, weights, write.rows[row + r], factors[r],
-                              write.call, past_cache);
+        write_row<Arithmetic>(x, place, out.kind, count, first, weights, rows[row + r], factors[r], write.call,
+                              past_cache);
     };
     walk<T>(write, out, begin, put, [](long, long) {});
     if (past_cache) finish_stream();

@@ -302,6 +302,15 @@ template <class T> static inline auto load_up_to(const T *p, long count) {
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
     return count >= lanes ? load(p) : load_some(p, count);
 }
+// Filled up with the first of them.
+template <class T> static inline auto load_repeated(const T *p, long count) {
+    typedef typename Stored<T>::Vector Vector;
+    constexpr int lanes = sizeof(Vector) / sizeof(T);
+    if (count >= lanes) return load(p);
+    std::remove_reference_t<decltype(Vector{}[0])> first;
+    memcpy(&first, p, sizeof(T));
+    return widened(load_bytes_of(p, count, Vector{} + first), p);
+}
 template <class T> static inline auto load_or_zeros(const T *p, long count) {
     typedef typename Stored<T>::Vector Vector;
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;

@@ -61,63 +61,58 @@ static void copy_tile(char *place, long class_stride, long row_stride, long rows
     }
 }
 
-// Some classes of some rows, those of a row consecutive in memory: in the array if they are so there, else in a tile.
-struct Block {
-    char *place;  // in the array
-    long class_stride, row_stride, rows, count;
-    int kind;
-    char *start;
-    long distance;  // from a row to the next
+// Some classes of some rows of an array, those of a row consecutive in memory: in the array if they are so there, else
+// in a tile.
+struct Window {
+    const Array array;
+    char *const tile;
+    const bool here;
+    char *place = nullptr;  // in the array
 
-    static Block of(const Array &array, long outer, long row, long rows, long first, long count, char *tile) {
-        if (!array.data) return {};
-        char *place = array.data + outer * array.strides[0] + first * array.strides[1] + row * array.strides[2];
-        bool here = consecutive(array);
-        return {place,
-                array.strides[1],
-                array.strides[2],
-                rows,
-                count,
-                array.kind,
-                here ? place : tile,
-                here ? array.strides[2] : long(TILE_DISTANCE)};
+    Window(const Array &array, char *tile) : array(array), tile(tile), here(consecutive(array)) {}
+
+    void move(long outer, long row, long first) {
+        place = array.data + outer * array.strides[0] + first * array.strides[1] + row * array.strides[2];
     }
-    void copy(bool in) const {
-        if (start == place) return;
-        long size = SIZES[kind];
+    void copy(long rows, long count, bool in) const {
+        if (here) return;
+        long size = SIZES[array.kind];
         auto copy = size == 8 ? copy_tile<uint64_t> : size == 4 ? copy_tile<uint32_t> : copy_tile<uint16_t>;
-        copy(place, class_stride, row_stride, rows, count, start, in);
+        copy(place, array.strides[1], array.strides[2], rows, count, tile, in);
     }
-    char *row(long r) const { return start ? start + r * distance : nullptr; }
+    char *row(long r) const { return here ? place + r * array.strides[2] : tile + r * TILE_DISTANCE; }
 };
 
 // Walk over all rows, and the classes of some rows at a time. `begin` and `end` take the number of the first of these
 // rows and that of a row among them, `each` a chunk of its classes, the place for its gradient, and its weights besides.
 template <class T, class Pass, class Begin, class Each, class End>
-static void walk(const Pass &pass, Array out, Begin begin, Each each, End end) {
-    const Array logits = with_rows_last(pass.logits), probabilities = with_rows_last(pass.probabilities);
-    out = with_rows_last(out);
-    const Pace pace = Pace::of(logits, probabilities, out);
-    long classes = logits.shape[1], inner = logits.shape[2];
+static void walk(const Pass &pass, const Array &to, Begin begin, Each each, End end) {
+    char tiles[3][TILE_BYTES];
+    Window logits(with_rows_last(pass.logits), tiles[0]), probabilities(with_rows_last(pass.probabilities), tiles[1]);
+    Window out(with_rows_last(to), tiles[2]);
+    const Pace pace = Pace::of(logits.array, probabilities.array, out.array);
+    const long classes = logits.array.shape[1], inner = logits.array.shape[2], all = logits.array.shape[0] * inner;
+    const int kind = probabilities.array.kind;
     T buffer[CHUNK];
-    char tile[TILE_BYTES], another[TILE_BYTES], results[TILE_BYTES];
-    for (long row = 0, rows; row < logits.shape[0] * inner; row += rows) {
-        long outer = row / inner, within = row % inner;
+    long outer = 0, within = 0;
+    for (long row = 0, rows; row < all; row += rows, within += rows) {
+        if (within == inner) within = 0, outer++;
         rows = inner - within < pace.rows ? inner - within : pace.rows;
         for (long r = 0; r < rows; r++) begin(row, r);
         for (long first = 0, count; first < classes; first += count) {
             count = classes - first < pace.classes ? classes - first : pace.classes;
-            Block x = Block::of(logits, outer, within, rows, first, count, tile);
-            Block p = Block::of(probabilities, outer, within, rows, first, count, another);
-            Block to = Block::of(out, outer, within, rows, first, count, results);
-            x.copy(true);
-            p.copy(true);
+            logits.move(outer, within, first);
+            probabilities.move(outer, within, first);
+            out.move(outer, within, first);
+            logits.copy(rows, count, true);
+            probabilities.copy(rows, count, true);
             const double *weight = pass.weight ? pass.weight + first : nullptr;
             for (long r = 0; r < rows; r++) {
-                Weights weights = {weight, p.row(r), p.kind, pass.kept, pass.share};
-                each(row, r, numbers_of(x.row(r), x.kind, count, buffer), count, first, to.row(r), weights);
+                Weights weights = {weight, probabilities.row(r), kind, pass.kept, pass.share};
+                const T *x = numbers_of(logits.row(r), logits.array.kind, count, buffer);
+                each(row, r, x, count, first, out.row(r), weights);
             }
-            to.copy(false);
+            out.copy(rows, count, false);
         }
         for (long r = 0; r < rows; r++) end(row, r);
     }
