@@ -137,8 +137,9 @@ def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
 def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], RowSoftmax]:
     """Start the merge of the states of all shards, and return the function that waits for it."""
     options, kernel, arithmetic = problem.options, problem.kernel, problem.arithmetic
-    parts = [
-        kernel.fill_states(
+    parts = []
+    for logits in problem.logits, *problem.beside:
+        states = kernel.fill_states(
             rows_and_classes(logits, options.axis),
             problem.target_column,
             fields,
@@ -147,8 +148,7 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
             arithmetic=arithmetic,
             class_start=problem.class_start,
         )
-        for logits in (problem.logits, *problem.beside)
-    ]
+        parts.append(states)
     states = problem.xp.concatenate(parts) if problem.beside else parts[0]
     rows, class_weights = len(states), None
     needs_weights = fields.weighted_logit and not fields.weight

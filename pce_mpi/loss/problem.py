@@ -186,13 +186,17 @@ def check(
         check_dtype_of_logits(array.dtype, other)
         if array.shape != logits.shape:
             raise ValueError(f"{other} must have the shape of {name}, {logits.shape}, got {array.shape}")
-    widest = max((logits, *beside.values()), key=lambda each: each.dtype.itemsize)
+    widest = max((logits, *beside.values()), key=lambda each: each.dtype.itemsize) if beside else logits
     numbers = checked_numbers(options, logits.ndim, widest.dtype)
     axis, ignore_index = numbers.values["axis"], numbers.values["ignore_index"]
     arrays = {name: logits, **beside}
     targets = None if targets is None else as_array(targets, "targets")
     weight = None if options.weight is None else as_array(options.weight, "weight")
-    inputs = tuple([array for array in (logits, *beside.values(), targets, weight) if array is not None])
+    inputs = logits, *beside.values()
+    if targets is not None:
+        inputs = *inputs, targets
+    if weight is not None:
+        inputs = *inputs, weight
     # Class numbers and class weights are checked on the host, and may be there.
     if targets is not None and (is_floating(targets.dtype) or cupy_of(targets) is not None):
         arrays["targets"] = targets

@@ -28,9 +28,8 @@ common sum and `p - 1` keep none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,14 +47,7 @@ NO_ENTROPY = -(2**60)
 FORGOTTEN, NEGLIGIBLE = 255, 250
 
 
-@dataclass(frozen=True)
-class StateFields:
-    """The fields that the states of one call have.
-
-    `hold_largest` holds the largest logit apart instead of the target; `target` then adds the target's logit. The other
-    flags add the fields of their names, and `entropy` adds the sum of exp(z) z.
-    """
-
+class _Flags(NamedTuple):
     hold_largest: bool = False
     argmax: bool = False
     target: bool = False
@@ -64,8 +56,13 @@ class StateFields:
     weighted_logit: bool = False
     entropy: bool = False
 
-    def __hash__(self) -> int:
-        return hash(self.names)  # a hash of all fields takes as long as the merge of a few rows
+
+class StateFields(_Flags):
+    """The fields that the states of one call have.
+
+    `hold_largest` holds the largest logit apart instead of the target; `target` then adds the target's logit. The other
+    flags add the fields of their names, and `entropy` adds the sum of exp(z) z.
+    """
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -88,8 +85,7 @@ class StateFields:
     @cached_property
     def flags(self) -> int:
         """The fields as bits, as the compiled kernels take them."""
-        names = ("hold_largest", "argmax", "target", "held_weight", "weight", "weighted_logit", "entropy")
-        return sum(getattr(self, name) << bit for bit, name in enumerate(names))
+        return sum(flag << bit for bit, flag in enumerate(self))
 
     def identity(self, *shape: int) -> HostArray:
         """Return states of no classes."""

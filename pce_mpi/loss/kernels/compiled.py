@@ -104,8 +104,7 @@ class CompiledStates(MergedStates):
     """Merged states, and with `given` what the compiled functions take of them."""
 
     def __init__(self, states: Array, *more: Any):
-        super().__init__(states)
-        self.given = states, *more
+        self.states, self.given = states, (states, *more)
 
     @cached_property
     def columns(self) -> Array:
@@ -124,9 +123,9 @@ def row_softmax(
 
 def row_losses(softmax: CompiledStates, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
     """Return the losses and weights of rows, (2, rows); `losses.row_losses` has the arguments."""
-    # Most of this room is never touched. glibc keeps free memory of twice the largest block that was returned to it, and
-    # so all memory of one call for the next; new pages would take a tenth of the time of short rows.
-    losses = np.empty((8, len(softmax)))[:2]
+    # Most of this room is never touched. glibc keeps free memory of twice the largest block that was returned to it: so
+    # all memory of one call for the next. New pages would take a tenth of the time of short rows.
+    losses = np.empty((8, len(valid)))[:2]
     _compiled.row_losses(softmax.given, valid, losses, *terms)
     return losses
 
