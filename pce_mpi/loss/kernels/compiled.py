@@ -134,7 +134,8 @@ def row_statistics(softmax: CompiledStates, valid: Array, dtype: np.dtype[Any]) 
     """Return statistics of rows; `losses.row_statistics` has the arguments."""
     numbers, argmax = np.empty((5, len(softmax))), np.empty(len(softmax), np.int64)
     _compiled.row_statistics(softmax.given, valid, numbers, argmax)
-    return numbers.astype(dtype), argmax
+    with np.errstate(all="ignore"):
+        return numbers.astype(dtype), argmax
 
 
 def statistics_gradients(

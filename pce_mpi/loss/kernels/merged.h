@@ -61,13 +61,13 @@ struct Merged {
     }
 };
 
-enum { ROWS = 64 };
+enum { ROW_BLOCK = 64 };
 
 // Fill the losses of rows and their weights.
 inline void fill_losses(const Merged &merged, const bool *valid, const LossTerms &terms, double *losses, double *weights) {
     const bool plain = merged.call.is_plain() && terms.z_loss == 0.0;
     for (long first = 0, count; first < merged.rows; first += count) {
-        count = merged.rows - first < ROWS ? merged.rows - first : long(ROWS);
+        count = merged.rows - first < ROW_BLOCK ? merged.rows - first : long(ROW_BLOCK);
         auto fill = [&](long r, const RowSoftmax &row, int fields) {
             RowLoss loss = RowLoss::of(row, fields, valid[first + r], terms);
             losses[first + r] = loss.loss;
@@ -78,7 +78,7 @@ inline void fill_losses(const Merged &merged, const bool *valid, const LossTerms
             continue;
         }
         RowSoftmax row = {};
-        double odds[ROWS], nll[ROWS];
+        double odds[ROW_BLOCK], nll[ROW_BLOCK];
         merged.softmax(true, first, count, [&](long r, const RowSoftmax &softmax, int) { odds[r] = softmax.odds; });
         for (long r = 0; r < count; r++) nll[r] = log1p(odds[r]);
         for (long r = 0; r < count; r++) {

@@ -84,14 +84,14 @@ enum { LARGE = 1 << 22, LONG_ROW = 1 << 13 };
 struct GradientBlock {
     const Write &write;
     long first = 0, end = 0;
-    RowGradient rows[ROWS];
+    RowGradient rows[ROW_BLOCK];
 
     // Have the next TILE_ROWS rows from this one on.
     void move(long row) {
         const long all = write.computed.merged.rows;
         if (write.rows || row + TILE_ROWS <= end || end == all) return;
         first = row;
-        end = all - row < ROWS ? all : row + ROWS;
+        end = all - row < ROW_BLOCK ? all : row + ROW_BLOCK;
         write.computed.fill(first, end - first, rows);
     }
     const RowGradient &operator[](long row) const { return write.rows ? write.rows[row] : rows[row - first]; }
