@@ -5,7 +5,7 @@ Megatron's algorithm is that of its unfused vocabulary-parallel cross entropy, i
 all-reduce the maximum, subtract, all-reduce the target's logit and the sum of exponentials, keep the exponentials and
 turn them into the gradient in place. Beside them stand what a good engineer writes with torch.compile, the local parts
 of sharded classes with one all-gather of three numbers a row, and the loss of a rank's own classes; both write the
-gradient to memory that is there, as `value_and_grad` does. So does a loop in numba over the rows of a rank's own
+gradient to memory that is there, as our functions do. So does a loop in numba over the rows of a rank's own
 classes, for float32 and bfloat16. Before they are timed, these have to give the loss and the gradient of Megatron's
 algorithm. Then torch's dense cross entropy of a rank's own classes, forward and backward, a copy of the logits, and the
 memory that `value_and_grad(out=logits)` takes beyond them. torch gets transparent huge pages (THP_MEM_ALLOC_ENABLE=1),
@@ -161,7 +161,7 @@ def ours(options):
 
     def forward_then_backward():
         _, residuals = pce.softmax_cross_entropy_forward(logits, targets, comm=comm)
-        pce.softmax_cross_entropy_backward(1.0, residuals)
+        pce.softmax_cross_entropy_backward(1.0, residuals, out=out)
 
     def value_and_grad():
         pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, out=out)

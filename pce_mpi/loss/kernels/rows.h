@@ -201,11 +201,23 @@ static double largest(Sum &trial, const double *x, long count, const Transform &
     return largest(x, count);
 }
 
-// Add the exponentials, and exp(z) z, of classes that are not held. `guess` is a grid: that of the classes before them.
+// The grid that a row's sum may have: that of the row before, if the last two had the same.
+struct Guess {
+    int64_t grid = 0;
+    bool sure = true;
+
+    void add(int64_t found) {
+        sure = found == grid;
+        grid = found;
+    }
+};
+
+// Add the exponentials, and exp(z) z, of classes that are not held.
 template <class Arithmetic, class T>
-static void add_others(State &state, const T *x, long count, int64_t &guess, const Call &call) {
+static void add_others(State &state, const T *x, long count, Guess &guess, const Call &call) {
     const Transform &transform = call.transform;
-    Sum trial = {call.has(ENTROPY) ? NO_SUM : state.sum.grid == NO_SUM ? guess : state.sum.grid, {0, 0, 0}};
+    Sum trial = {state.sum.grid != NO_SUM ? state.sum.grid : guess.sure ? guess.grid : NO_SUM, {0, 0, 0}};
+    if (call.has(ENTROPY)) trial.grid = NO_SUM;
     double top = trial.grid == NO_SUM ? largest(x, count) : largest(trial, x, count, transform);
     double leading = state.held, before = call.has(HOLD_LARGEST) ? -infinity() : state.top;
     if (top == infinity()) top = not_a_number();
@@ -219,8 +231,8 @@ static void add_others(State &state, const T *x, long count, int64_t &guess, con
     double lowest;
     if (!is_huge(leading, transform) && near<Arithmetic>(top, transform, lowest)) {
         if (top > before) state.sum.raise(grid_of<Arithmetic>(top, transform));
-        guess = state.sum.grid;
-        if (guess == trial.grid) return state.sum.add(trial);
+        guess.add(state.sum.grid);
+        if (state.sum.grid == trial.grid) return state.sum.add(trial);
         return add_near<Arithmetic>(state, x, count, top, lowest, call);
     }
     Call exponentials = {call.fields & (HOLD_LARGEST | ENTROPY), transform};
@@ -282,11 +294,10 @@ template <class T> static inline void copy_without(long held, const T *x, long c
     to[held] = masked<T>();
 }
 
-// Add a chunk of a row, whose first class has the number `first_class`, to a state; its target is at `column`. `guess`
-// is the grid of the chunk before.
+// Add a chunk of a row, whose first class has the number `first_class`, to a state; its target is at `column`.
 template <class Arithmetic, class T>
 static void add_chunk(State &total, const T *x, long count, long column, int64_t first_class, const Weights &weights,
-                      const Call &call, bool first_chunk, int64_t &guess) {
+                      const Call &call, bool first_chunk, Guess &guess) {
     bool largest = call.has(HOLD_LARGEST), here = column >= 0 && column < count;
     State part = State::identity(), &state = largest ? part : total;
     long held = here ? column : -1;

@@ -2,7 +2,7 @@
 
 template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
     State states[TILE_ROWS];
-    int64_t guess = 0;
+    Guess guess;
     auto begin = [&](long, long r) { new (&states[r]) State(State::identity()); };
     auto add = [&](long row, long r, const T *x, long count, long first, char *, const Weights &weights) {
         long column = fill.columns ? long(fill.columns[row + r]) - first : -1;
