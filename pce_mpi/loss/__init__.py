@@ -296,7 +296,7 @@ def softmax_cross_entropy_value_and_grad(
     >>> dlogits
     array([[-0.5,  0.5]])
     """
-    checked = Options.of("softmax_cross_entropy_value_and_grad", options, LossOptions)
+    checked = Options.of("softmax_cross_entropy_value_and_grad", options, LossOptions, "out")
     with standard_arithmetic():
         loss, gradient = value_and_grad(prepare(checked, logits, targets, out=out, with_gradient=True))
     return loss, gradient if out is None else out

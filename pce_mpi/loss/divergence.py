@@ -265,7 +265,7 @@ def kl_divergence_value_and_grad(
     >>> dstudent.round(6)
     array([[-0.25,  0.25]])
     """
-    checked = _checked("kl_divergence_value_and_grad", options)
+    checked = _checked("kl_divergence_value_and_grad", options, "out")
     with standard_arithmetic():
         problem = prepare(checked, student, teacher, out=out, with_gradient=True)
         divergence, residuals = divergence_of(problem)
@@ -273,8 +273,8 @@ def kl_divergence_value_and_grad(
     return divergence, problem.out if out is None else out
 
 
-def _checked(function: str, options: ShardedDivergenceOptions) -> Options:
-    return Options.of(function, options, ShardedDivergenceOptions)
+def _checked(function: str, options: ShardedDivergenceOptions, *own: str) -> Options:
+    return Options.of(function, options, ShardedDivergenceOptions, *own)
 
 
 def prepare(options: Options, student: Any, teacher: Any, **more: Any) -> Problem:

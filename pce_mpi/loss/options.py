@@ -194,11 +194,14 @@ class Options:
     found: Sequence[Exception] = ()
 
     @classmethod
-    def of(cls, function: str, given: TransformOptions | AxisOptions, known: type[Any]) -> Options:
-        """Return the options of a call of `function`; `TypeError` for a keyword that the TypedDict `known` lacks."""
+    def of(cls, function: str, given: TransformOptions | AxisOptions, known: type[Any], *own: str) -> Options:
+        """Return the options of a call of `function`; `TypeError` for a keyword that the TypedDict `known` lacks.
+
+        `own` are keywords that the function takes by name.
+        """
         for name in given:
             if name not in known.__optional_keys__:
-                options = ", ".join(known.__annotations__)
+                options = ", ".join([*own, *known.__annotations__])
                 raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; its options are {options}")
         return cls._of({"operation": function, **(groups_wrapped(given) if "torch" in sys.modules else given)})
 

@@ -100,12 +100,12 @@ def nucleus(
     >>> pce.nucleus(pce.distribute(x, pce.Mesh(MPI.COMM_SELF, data=1), data=pce.Shard(0)), top_k=1).ids
     array([0, 1])
     """
-    limits = Limits(top_k, top_p, min_p)
+    limits, own = Limits(top_k, top_p, min_p), (*Limits._fields, "temperature")
     if not isinstance(logits, DistArray):
         with standard_arithmetic():
-            given = replace(Options.of("nucleus", options, ShardedAxisOptions), temperature=temperature)
+            given = replace(Options.of("nucleus", options, ShardedAxisOptions, *own), temperature=temperature)
             return nucleus_of(given, logits, limits)
-    axis = normalized_axis(Options.of("nucleus", options, AxisOptions).axis, logits.ndim)
+    axis = normalized_axis(Options.of("nucleus", options, AxisOptions, *own).axis, logits.ndim)
     with cause("nucleus", reason="the logits are reduced"):
         x = redistribute(logits.detach(), logits.sharding.natural)
     sharding, mesh = x.sharding, x.mesh

@@ -53,6 +53,8 @@ REDUCTIONS = ["none", "sum", "mean"]
         (pce.class_statistics, "weight"),
         (pce.linear_class_statistics, "label_smoothing"),
         (pce.cross_entropy, "comm"),
+        (pce.kl_divergence_value_and_grad, "weight"),
+        (pce.nucleus, "topk"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -61,11 +63,11 @@ def test_unknown_keyword_raises_the_type_error_of_python(function, keyword):
     with pytest.raises(TypeError) as raised:
         function(
             pce.distribute(logits, alone()) if function is pce.cross_entropy else logits,
-            np.zeros(2, int),
+            *[np.zeros(2, int)] * (function is not pce.nucleus),
             **{keyword: None},
         )
     named = [each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    options = ", ".join(name for name in named if name != "out")
+    options = ", ".join(named)
     begin = f"{function.__name__}() got an unexpected keyword argument {keyword!r}"
     assert str(raised.value) == f"{begin}; its options are {options}"
 
