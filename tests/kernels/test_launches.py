@@ -47,6 +47,7 @@ LOSS = {
     "value_and_grad, many rows": Asked(6, 1, 0, 0),
     "value_and_grad, reduction none": Asked(5, 1, 1, 1),
     "value_and_grad, weight": Asked(5, 2, 2, 2),
+    "value_and_grad, weight and targets on the host": Asked(5, 2, 0, 0),
     "value_and_grad, smoothing": Asked(5, 2, 1, 1),
     "value_and_grad, probabilities": Asked(5, 0, 0, 0),
     "value_and_grad, float16": Asked(5, 1, 1, 1),
@@ -68,9 +69,13 @@ LOSS = {
     "take_classes": Asked(1, 2, 0, 0),
     "take_classes_forward": Asked(1, 2, 0, 0),
     "take_classes_backward": Asked(21, 3, 0, 0),
+    "nucleus": Asked(139, 71, 135, 135),
     "top_k": Asked(28, 0, 0, 0),
     "argmax": Asked(9, 0, 0, 0),
     "linear_cross_entropy_value_and_grad": Asked(20, 1, 1, 1),
+    "linear_class_statistics": Asked(3, 1, 1, 1),
+    "linear_class_statistics_forward": Asked(3, 1, 1, 1),
+    "linear_class_statistics_backward": Asked(7, 0, 0, 0),
     "linear, two chunks": Asked(30, 1, 1, 1),
     "linear, float16": Asked(39, 1, 1, 1),
     "linear, float16, rounded gradient": Asked(37, 1, 1, 1),
@@ -123,6 +128,7 @@ def calls_of_loss(cupy):
     _, of_several = pce.class_statistics_forward(logits, several)
     _, of_support = pce.class_statistics_forward(logits, **over)
     _, of_chosen = pce.take_classes_forward(logits, several)
+    _, of_linear = pce.linear_class_statistics_forward(hidden, w, targets)
     back = pce.class_statistics_backward
     return {
         "softmax_cross_entropy": partial(pce.softmax_cross_entropy, logits, targets),
@@ -134,6 +140,7 @@ def calls_of_loss(cupy):
         "value_and_grad, many rows": partial(both, cupy.zeros((3000, 8), np.float32), np.zeros(3000, np.int64)),
         "value_and_grad, reduction none": partial(both, logits, targets, reduction="none"),
         "value_and_grad, weight": partial(both, logits, targets, weight=weight),
+        "value_and_grad, weight and targets on the host": partial(both, logits, targets.get(), weight=weight.get()),
         "value_and_grad, smoothing": partial(both, logits, targets, label_smoothing=0.1),
         "value_and_grad, probabilities": partial(both, logits, logits),
         "value_and_grad, float16": partial(both, logits.astype(np.float16), targets),
@@ -155,9 +162,13 @@ def calls_of_loss(cupy):
         "take_classes": partial(pce.take_classes, logits, several),
         "take_classes_forward": partial(pce.take_classes_forward, logits, several),
         "take_classes_backward": partial(pce.take_classes_backward, 1.0, of_chosen),
+        "nucleus": partial(pce.nucleus, logits, top_k=50, top_p=0.9, min_p=0.01),
         "top_k": partial(pce.top_k, logits, 5),
         "argmax": partial(pce.argmax, logits),
         "linear_cross_entropy_value_and_grad": partial(pce.linear_cross_entropy_value_and_grad, hidden, w, targets),
+        "linear_class_statistics": partial(pce.linear_class_statistics, hidden, w, targets),
+        "linear_class_statistics_forward": partial(pce.linear_class_statistics_forward, hidden, w, targets),
+        "linear_class_statistics_backward": partial(pce.linear_class_statistics_backward, of_linear, entropy=1),
         "linear, two chunks": partial(pce.linear_cross_entropy_value_and_grad, hidden, w, targets, chunk=2),
         "linear, float16": partial(pce.linear_cross_entropy_value_and_grad, *halves, targets),
         "linear, float16, rounded gradient": partial(
