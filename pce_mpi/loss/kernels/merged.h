@@ -64,7 +64,8 @@ struct Merged {
 enum { ROW_BLOCK = 64 };
 
 // Fill the losses of rows and their weights.
-inline void fill_losses(const Merged &merged, const bool *valid, const LossTerms &terms, double *losses, double *weights) {
+inline void fill_losses(const Merged &merged, const bool *valid, const LossTerms &terms, double *losses,
+                        double *weights) {
     const bool plain = merged.call.is_plain() && terms.z_loss == 0.0;
     for (long first = 0, count; first < merged.rows; first += count) {
         count = merged.rows - first < ROW_BLOCK ? merged.rows - first : long(ROW_BLOCK);

@@ -6,7 +6,8 @@ template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
     auto begin = [&](long, long r) { new (&states[r]) State(State::identity()); };
     auto add = [&](long row, long r, const T *x, long count, long first, char *, const Weights &weights) {
         long column = fill.columns ? long(fill.columns[row + r]) - first : -1;
-        add_chunk<Arithmetic>(states[r], x, count, column, fill.first_class + first, weights, fill.call, first == 0, guess);
+        add_chunk<Arithmetic>(states[r], x, count, column, fill.first_class + first, weights, fill.call, first == 0,
+                              guess);
     };
     auto store = [&](long row, long r) {
         states[r].template store<Arithmetic>(fill.states + (row + r) * words_of(fill.call.fields), fill.call);
