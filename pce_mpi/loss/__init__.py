@@ -197,7 +197,7 @@ def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[L
         0-d, or one number per row for `reduction="none"`.
     residuals : Residuals
         References to the arrays that were passed, the weights in float64, and about 60 bytes a row (more
-        with options, at most 115).
+        with options, at most 100).
 
     Examples
     --------

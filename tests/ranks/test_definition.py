@@ -268,6 +268,25 @@ def test_plain_loss_has_bits_of_definition(kernel, classes, kind, dtype):
         assert same_bits(mine, expected)
 
 
+@pytest.mark.parametrize("arithmetic", [SINGLE, DOUBLE], ids=["float32", "float64"])
+def test_zero_factor_of_gradient_has_no_sign(kernel, arithmetic):
+    logits = np.tile(np.array([-np.inf, 0.3, 1.0, -200.0], arithmetic.dtype), (ROWS, 5))
+    targets, weight = np.arange(ROWS), np.ones(20)
+    weight[::2] = 0.0
+    for fields in StateFields(), StateFields(held_weight=True), StateFields(held_weight=True, weighted_logit=True):
+        problem = Drawn(logits, targets, fields, Transform(), arithmetic, ClassWeights(weight))
+        for upstream, divisor in (-0.0, 3.0), (-2.0, 3.0), (0.0, -3.0), (-0.0, -3.0):
+            found = []
+            for each in kernel, definition:
+                softmax = problem.softmax(each, problem.states(each))
+                given = fields, np.ones(ROWS, np.bool_), targets, np.array([upstream]), np.array([divisor])
+                rows = each.row_gradients(softmax, *given, 1.0, LossTerms())
+                found.append(np.empty_like(logits)[:, :, None])
+                more = {"weights": problem.weights, **problem.options}
+                each.write_gradient(found[-1], logits[:, :, None], rows, fields, **more)
+            assert same_bits(*found), (fields, upstream, divisor)
+
+
 @pytest.mark.parametrize("classes", [5, 900, 5000])
 def test_changing_grids_have_bits_of_definition(kernel, classes):
     # The exponentials of a row are added on the grid of the row before, and again if it has another one.

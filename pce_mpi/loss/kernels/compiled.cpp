@@ -114,7 +114,7 @@ PyObject *row_softmax(PyObject *, PyObject *arguments) {
     const Merged &merged = from.merged;
     RowSoftmax *rows = to.of<RowSoftmax>();
     Py_BEGIN_ALLOW_THREADS;
-    merged.softmax(false, 0, merged.rows, [=](long r, const RowSoftmax &row, int) { rows[r] = row; });
+    merged.softmax<false>(0, merged.rows, [=](long r, const RowSoftmax &row, int) { rows[r] = row; });
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -169,8 +169,8 @@ PyObject *statistics_gradients(PyObject *, PyObject *arguments) {
     const Upstream of_log_prob = upstream_of(p), of_entropy = upstream_of(e), of_logsumexp = upstream_of(l);
     RowGradient *rows = to.of<RowGradient>();
     Py_BEGIN_ALLOW_THREADS;
-    from.merged.softmax(false, 0, from.merged.rows, [&](long r, const RowSoftmax &row, int) {
-        rows[r] = statistics_gradient_row(row, column ? column[r] : -1, column, class_start, classes, scale,
+    from.merged.softmax<false>(0, from.merged.rows, [&](long r, const RowSoftmax &row, int) {
+        rows[r] = statistics_gradient_row(row, column ? column[r] : -1, column != nullptr, class_start, classes, scale,
                                           counts[r] ? of_log_prob[r] : 0.0, of_entropy[r], of_logsumexp[r]);
     });
     Py_END_ALLOW_THREADS;

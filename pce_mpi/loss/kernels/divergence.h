@@ -107,10 +107,12 @@ template <class T, Way way> static void diverge_in(const Divergence &pass) {
     constexpr bool single = sizeof(T) < 8;
     DivergenceSums sums[TILE_ROWS];
     RowFactor p_rows[TILE_ROWS], q_rows[TILE_ROWS];
-    auto begin = [&](long row, long r) {
-        sums[r] = {{NO_GRID, {0, 0, 0}}, 0, 0};
-        p_rows[r] = RowFactor::of(pass.p_rows[row + r], pass.transform);
-        q_rows[r] = RowFactor::of(pass.q_rows[row + r], pass.transform);
+    auto begin = [&](long row, long rows) {
+        for (long r = 0; r < rows; r++) {
+            sums[r] = {{NO_GRID, {0, 0, 0}}, 0, 0};
+            p_rows[r] = RowFactor::of(pass.p_rows[row + r], pass.transform);
+            q_rows[r] = RowFactor::of(pass.q_rows[row + r], pass.transform);
+        }
     };
     auto each = [&](long row, long r, const T *x, long count, long, char *place, const Weights &other) {
         T buffer[CHUNK];

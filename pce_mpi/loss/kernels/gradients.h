@@ -27,7 +27,7 @@ struct RowFactor {
 
     static PCE_INLINED RowFactor of(const RowGradient &gradient, const Transform &transform) {
         RowFactor row = {};
-        row.factor = gradient.factor;
+        row.factor = gradient.factor + 0.0;  // never -0.0, whose products depend on the way
         row.weight_factor = gradient.weight_factor;
         row.top = gradient.top;
         row.constant = gradient.constant;

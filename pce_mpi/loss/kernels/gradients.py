@@ -60,7 +60,8 @@ def gradient_of(
 
 def _probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
     """Return factor exp(z) 2^-exponent, rounded once from a sum of two terms."""
-    factor, top = rows[:, ROW_GRADIENT["factor"]], rows[:, ROW_GRADIENT["top"]]
+    # Never -0.0, whose products depend on the way.
+    factor, top = rows[:, ROW_GRADIENT["factor"]] + 0.0, rows[:, ROW_GRADIENT["top"]]
     e = exponential(x, transform, arithmetic)
     m, k = np.frexp(factor)
     m, k = np.where(np.isfinite(factor), m + m, factor), k.astype(i64) - 1

@@ -245,8 +245,8 @@ static inline uint64_t sum_of(Words v) {
 // Sums of neighbouring lanes.
 INLINED Words pairs_of(Unsigned v) { return ((Words)v & 0xffffffff) + ((Words)v >> 32); }
 
-// Add exponentials to a sum whose grid is at least theirs; logits below `lowest` add nothing. `each` takes places, n +
-// BIAS, 1 + t in fixed point and, in float32, logits.
+// Add exponentials to a sum whose grid is at least theirs, or that is of no use afterwards; logits below `lowest` add
+// nothing. `each` takes places, n + BIAS, 1 + t in fixed point and, in float32, logits.
 //
 // An exponential is fixed 2^shift, cut to a whole number, in two words of 32 bits, `low` and `high`: a shift by less
 // than 0 or more than 31 gives 0. Of each word the bits above a digit's border are summed apart. What is below them has

@@ -17,8 +17,7 @@ namespace {
 // A call; that of a plain loss, if it is one, is known to the compiler.
 template <bool plain> inline Call known(const Call &call) { return plain ? Call{0, {1.0, 0.0}} : call; }
 
-template <class Arithmetic, bool plain>
-FLAT void merge_rows(const uint64_t *a, uint64_t *b, long rows, const Call &given) {
+template <class Arithmetic, bool plain> void merge_rows(const uint64_t *a, uint64_t *b, long rows, const Call &given) {
     const Call call = known<plain>(given);
     const long words = words_of(call.fields);
     for (long r = 0; r < rows; r++, a += words, b += words) {
@@ -27,10 +26,13 @@ FLAT void merge_rows(const uint64_t *a, uint64_t *b, long rows, const Call &give
         union_of.store<Arithmetic>(b, call);
     }
 }
+template <class Arithmetic> FLAT void merge_plain_rows(const uint64_t *a, uint64_t *b, long rows, const Call &call) {
+    merge_rows<Arithmetic, true>(a, b, rows, call);
+}
 
 // Merge the states `a` into the states `b`.
 inline void merge_rows(const uint64_t *a, uint64_t *b, long rows, const Call &call, bool wide) {
-    auto merge = call.is_plain() ? wide ? merge_rows<Double, true> : merge_rows<Single, true>
+    auto merge = call.is_plain() ? wide ? merge_plain_rows<Double> : merge_plain_rows<Single>
                                  : wide ? merge_rows<Double, false> : merge_rows<Single, false>;
     merge(a, b, rows, call);
 }
@@ -42,7 +44,17 @@ struct Merged {
     bool wide;  // in float64
     Sum class_weights;
 
-    template <class Arithmetic, bool plain, class Each> FLAT void softmax(long first, long count, Each each) const {
+    // Call `each` with the place of each of some rows, its softmax, which is without logarithms if `plain`, as only
+    // calls may be that are, and the fields of its state.
+    template <bool plain, class Each> void softmax(long first, long count, Each each) const {
+        if constexpr (plain)
+            wide ? plain_softmax<Double>(first, count, each) : plain_softmax<Single>(first, count, each);
+        else
+            wide ? softmax_in<Double, false>(first, count, each) : softmax_in<Single, false>(first, count, each);
+    }
+
+  private:
+    template <class Arithmetic, bool plain, class Each> void softmax_in(long first, long count, Each each) const {
         const Call of_call = known<plain>(call);
         const long words = words_of(of_call.fields);
         for (long r = 0; r < count; r++) {
@@ -50,14 +62,8 @@ struct Merged {
             each(r, RowSoftmax::of<Arithmetic, !plain>(state, of_call, class_weights), of_call.fields);
         }
     }
-
-    // Call `each` with the place of each of some rows, its softmax, which is without logarithms if `plain`, as only
-    // calls may be that are, and the fields of its state.
-    template <class Each> void softmax(bool plain, long first, long count, Each each) const {
-        if (plain)
-            wide ? softmax<Double, true>(first, count, each) : softmax<Single, true>(first, count, each);
-        else
-            wide ? softmax<Double, false>(first, count, each) : softmax<Single, false>(first, count, each);
+    template <class Arithmetic, class Each> FLAT void plain_softmax(long first, long count, Each each) const {
+        softmax_in<Arithmetic, true>(first, count, each);
     }
 };
 
@@ -75,19 +81,19 @@ inline void fill_losses(const Merged &merged, const bool *valid, const LossTerms
             weights[first + r] = loss.weight;
         };
         if (!plain) {
-            merged.softmax(false, first, count, fill);
+            merged.softmax<false>(first, count, fill);
             continue;
         }
         RowSoftmax row = {};
         double odds[ROW_BLOCK], nll[ROW_BLOCK];
-        merged.softmax(true, first, count, [&](long r, const RowSoftmax &softmax, int) { odds[r] = softmax.odds; });
+        merged.softmax<true>(first, count, [&](long r, const RowSoftmax &softmax, int) { odds[r] = softmax.odds; });
         for (long r = 0; r < count; r++) nll[r] = log1p(odds[r]);
         for (long r = 0; r < count; r++) {
             row.held_nll = nll[r];
             if (odds[r] <= 0x1p60)
                 fill(r, row, 0);
             else
-                merged.softmax(false, first + r, 1, [&](long, const RowSoftmax &other, int) { fill(r, other, 0); });
+                merged.softmax<false>(first + r, 1, [&](long, const RowSoftmax &other, int) { fill(r, other, 0); });
         }
     }
 }
@@ -95,7 +101,7 @@ inline void fill_losses(const Merged &merged, const bool *valid, const LossTerms
 // Fill the statistics of rows, five arrays one after the other, and their largest classes.
 inline void fill_statistics(const Merged &merged, const bool *valid, double *statistics, int64_t *argmax) {
     const long rows = merged.rows;
-    merged.softmax(false, 0, rows, [&](long r, const RowSoftmax &row, int) {
+    merged.softmax<false>(0, rows, [&](long r, const RowSoftmax &row, int) {
         RowStatistics found = RowStatistics::of(row, valid[r]);
         double each[] = {found.max, found.sum_exp, found.logsumexp, found.log_prob, found.entropy};
         for (long k = 0; k < 5; k++) statistics[k * rows + r] = each[k];
@@ -122,12 +128,13 @@ struct GradientRows {
 
     void fill(long first, long count, RowGradient *rows) const {
         const bool plain = merged.call.is_plain() && terms.z_loss == 0.0;
-        merged.softmax(plain, first, count, [&](long r, const RowSoftmax &row, int fields) {
+        auto each = [&](long r, const RowSoftmax &row, int fields) {
             const long place = first + r;
             double slope = scale * (valid[place] ? upstream[place] / divisor : 0.0);
             int64_t column = columns ? columns[place] : -1;
             new (&rows[r]) RowGradient(gradient_row(row, fields, valid[place], column, slope, terms));
-        });
+        };
+        plain ? merged.softmax<true>(first, count, each) : merged.softmax<false>(first, count, each);
     }
 };
 

@@ -183,30 +183,29 @@ static void add_weights(State &state, const T *x, long first, long end, const We
     }
 }
 
-// Return the largest logit of some classes, and add their exponentials to `trial` on the way, if float32 can reduce
-// them as they are: its grid is a guess, which may be too fine or too coarse. Otherwise `trial` is empty.
+// Return the largest logit of some classes, and add their exponentials to `trial` on the way, if it has a grid, a guess,
+// and float32 can reduce them as they are. Otherwise `trial` has no grid then.
 template <class T> static double largest(Sum &trial, const T *x, long count, const Transform &transform) {
-    if (transform.direct()) {
-        Top<Floats> top = {floats(-__builtin_inff())};
-        auto see = [&](long, auto, auto, Floats v) __attribute__((always_inline)) { top.add(v); };
-        transform.scale == 1.0 ? add_exponentials<PLAIN>(trial, x, nullptr, count, transform, see)
-                               : add_exponentials<SCALED>(trial, x, nullptr, count, transform, see);
-        return top.value();
+    if constexpr (sizeof(T) < 8) {
+        if (trial.grid != NO_SUM && transform.direct()) {
+            Top<Floats> top = {floats(-__builtin_inff())};
+            auto see = [&](long, auto, auto, Floats v) __attribute__((always_inline)) { top.add(v); };
+            transform.scale == 1.0 ? add_exponentials<PLAIN>(trial, x, nullptr, count, transform, see)
+                                   : add_exponentials<SCALED>(trial, x, nullptr, count, transform, see);
+            return top.value();
+        }
     }
     trial.grid = NO_SUM;
     return largest(x, count);
 }
-static double largest(Sum &trial, const double *x, long count, const Transform &) {
-    trial.grid = NO_SUM;
-    return largest(x, count);
-}
 
-// The grid that a row's sum may have: that of the row before, if the last two had the same.
+// The grid that the sum of a row may have: that with which the row before began, if the one before it did too.
 struct Guess {
     int64_t grid = 0;
     bool sure = true;
 
-    void add(int64_t found) {
+    int64_t of(const State &state) const { return state.sum.grid != NO_SUM ? state.sum.grid : sure ? grid : NO_SUM; }
+    void begin(int64_t found) {
         sure = found == grid;
         grid = found;
     }
@@ -216,9 +215,9 @@ struct Guess {
 template <class Arithmetic, class T>
 static void add_others(State &state, const T *x, long count, Guess &guess, const Call &call) {
     const Transform &transform = call.transform;
-    Sum trial = {state.sum.grid != NO_SUM ? state.sum.grid : guess.sure ? guess.grid : NO_SUM, {0, 0, 0}};
-    if (call.has(ENTROPY)) trial.grid = NO_SUM;
-    double top = trial.grid == NO_SUM ? largest(x, count) : largest(trial, x, count, transform);
+    const bool begins = state.sum.grid == NO_SUM;
+    Sum trial = {call.has(ENTROPY) ? NO_SUM : guess.of(state), {0, 0, 0}};
+    double top = largest(trial, x, count, transform);
     double leading = state.held, before = call.has(HOLD_LARGEST) ? -infinity() : state.top;
     if (top == infinity()) top = not_a_number();
     if (!call.has(HOLD_LARGEST)) {
@@ -231,7 +230,7 @@ static void add_others(State &state, const T *x, long count, Guess &guess, const
     double lowest;
     if (!is_huge(leading, transform) && near<Arithmetic>(top, transform, lowest)) {
         if (top > before) state.sum.raise(grid_of<Arithmetic>(top, transform));
-        guess.add(state.sum.grid);
+        if (begins) guess.begin(state.sum.grid);
         if (state.sum.grid == trial.grid) return state.sum.add(trial);
         return add_near<Arithmetic>(state, x, count, top, lowest, call);
     }

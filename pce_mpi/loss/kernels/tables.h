@@ -3,7 +3,9 @@
 template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
     State states[TILE_ROWS];
     Guess guess;
-    auto begin = [&](long, long r) { new (&states[r]) State(State::identity()); };
+    auto begin = [&](long, long rows) {
+        for (long r = 0; r < rows; r++) new (&states[r]) State(State::identity());  // without a copy, which would wait
+    };
     auto add = [&](long row, long r, const T *x, long count, long first, char *, const Weights &weights) {
         long column = fill.columns ? long(fill.columns[row + r]) - first : -1;
         add_chunk<Arithmetic>(states[r], x, count, column, fill.first_class + first, weights, fill.call, first == 0,
@@ -87,10 +89,12 @@ struct GradientBlock {
     long first = 0, end = 0;
     RowGradient rows[ROW_BLOCK];
 
-    // Have the next TILE_ROWS rows from this one on.
-    void move(long row) {
+    explicit GradientBlock(const Write &write) : write(write) {}
+
+    // Have the next `count` rows from this one on, at most TILE_ROWS.
+    void move(long row, long count) {
+        if (write.rows || row + count <= end) return;
         const long all = write.computed.merged.rows;
-        if (write.rows || row + TILE_ROWS <= end || end == all) return;
         first = row;
         end = all - row < ROW_BLOCK ? all : row + ROW_BLOCK;
         write.computed.fill(first, end - first, rows);
@@ -105,13 +109,14 @@ template <class Arithmetic, class T> static void write_rows(const Write &write) 
     const bool past_cache =
         consecutive(out) && aligned && out.data != write.logits.data && bytes >= LARGE && row_bytes >= LONG_ROW;
     RowFactor factors[TILE_ROWS];
-    GradientBlock rows = {write};
-    auto begin = [&](long row, long r) {
-        if (r == 0) rows.move(row);
-        new (&factors[r]) RowFactor(RowFactor::of(rows[row + r], write.call.transform));
+    GradientBlock gradients(write);
+    auto begin = [&](long row, long rows) {
+        gradients.move(row, rows);
+        for (long r = 0; r < rows; r++)
+            new (&factors[r]) RowFactor(RowFactor::of(gradients[row + r], write.call.transform));
     };
     auto put = [&](long row, long r, const T *x, long count, long first, char *place, const Weights &weights) {
-        write_row<Arithmetic>(x, place, out.kind, count, first, weights, rows[row + r], factors[r], write.call,
+        write_row<Arithmetic>(x, place, out.kind, count, first, weights, gradients[row + r], factors[r], write.call,
                               past_cache);
     };
     walk<T>(write, out, begin, put, [](long, long) {});

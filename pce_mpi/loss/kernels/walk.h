@@ -83,8 +83,9 @@ struct Window {
     char *row(long r) const { return here ? place + r * array.strides[2] : tile + r * TILE_DISTANCE; }
 };
 
-// Walk over all rows, and the classes of some rows at a time. `begin` and `end` take the number of the first of these
-// rows and that of a row among them, `each` a chunk of its classes, the place for its gradient, and its weights besides.
+// Walk over all rows, and the classes of some rows at a time. `begin` takes the number of the first of these rows and
+// how many they are, `end` the first of these and the number of a row among them, `each` a chunk of its classes, the
+// place for its gradient, and its weights besides.
 template <class T, class Pass, class Begin, class Each, class End>
 static void walk(const Pass &pass, const Array &to, Begin begin, Each each, End end) {
     char tiles[3][TILE_BYTES];
@@ -98,7 +99,7 @@ static void walk(const Pass &pass, const Array &to, Begin begin, Each each, End 
     for (long row = 0, rows; row < all; row += rows, within += rows) {
         if (within == inner) within = 0, outer++;
         rows = inner - within < pace.rows ? inner - within : pace.rows;
-        for (long r = 0; r < rows; r++) begin(row, r);
+        begin(row, rows);
         for (long first = 0, count; first < classes; first += count) {
             count = classes - first < pace.classes ? classes - first : pace.classes;
             logits.move(outer, within, first);
