@@ -227,6 +227,8 @@ def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
     rng = np.random.default_rng(seed)
     fields, terms, valid = problem.fields, LossTerms(0.1, 0.01, 0.3 * (seed % 2)), np.arange(ROWS) != 3
     assert same_bits(*(kernel.row_losses(of, fields, valid, terms) for kernel, of in pairs))
+    if fields.entropy:
+        check_statistics(pairs, problem.targets, valid, rng)
     upstream = rng.standard_normal(ROWS if seed % 3 else 1) * 10.0 ** rng.integers(-6, 7)
     given = (fields, valid, problem.targets, upstream, np.array([1.7]), problem.transform.scale, terms)
     computed, rows = (kernel.row_gradients(of, *given) for kernel, of in pairs)
@@ -241,6 +243,19 @@ def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
                 compiled.write_gradient(found, problem.logits[:, :, None], each, problem.fields, **more)
                 assert same_bits(found, right), (dtype, inner, each is rows)
     compiled.choose("")
+
+
+def check_statistics(pairs, targets, valid, rng):
+    """Statistics of rows, and the rows of their gradients, from each kernel and the softmax that it made."""
+    for dtype in np.float32, np.float64:
+        mine, expected = (kernel.row_statistics(of, valid, dtype) for kernel, of in pairs)
+        assert all(map(same_bits, mine, expected))
+    upstream = [rng.standard_normal(1), rng.standard_normal(ROWS), rng.integers(0, 2, ROWS) * 1.0]
+    for columns in targets, None:
+        given = valid, columns, range(2, 9), 0.7, *upstream
+        mine, expected = (kernel.statistics_gradients(of, *given) for kernel, of in pairs)
+        counts = np.isfinite(expected[:, ROW_GRADIENT["factor"]])
+        assert same_bits(mine[counts], expected[counts])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -573,16 +588,14 @@ def test_large_gradient_in_memory_off_any_alignment(kernel):
     rows, classes = 2**22 // 2**14, 2**12
     logits = np.random.default_rng(0).standard_normal((rows, classes, 1), np.float32)
     out = np.zeros(logits.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(logits.shape)
-    given = StateFields(), Transform(), SINGLE
-    more = dict(zip(("transform", "arithmetic"), given[1:], strict=True), weights=ClassWeights())
-    states = kernel.fill_states(logits, np.zeros(rows, int), given[0], class_start=0, **more)
-    one, softmax = np.ones(1), kernel.row_softmax(states, *given, None)
-    gradient = kernel.row_gradients(
-        softmax, given[0], np.ones(rows, bool), np.zeros(rows, int), one, one, 1.0, LossTerms()
-    )
-    kernel.write_gradient(out, logits, gradient, given[0], **more)
+    fields, call = StateFields(), {"transform": Transform(), "arithmetic": SINGLE}
+    more, targets, one = {"weights": ClassWeights(), **call}, np.zeros(rows, int), np.ones(1)
+    states = kernel.fill_states(logits, targets, fields, class_start=0, **more)
+    softmax = kernel.row_softmax(states, fields, *call.values(), None)
+    gradient = kernel.row_gradients(softmax, fields, np.ones(rows, bool), targets, one, one, 1.0, LossTerms())
+    kernel.write_gradient(out, logits, gradient, fields, **more)
     expected = np.empty_like(logits)
-    kernel.write_gradient(expected, logits, gradient, given[0], **more)
+    kernel.write_gradient(expected, logits, gradient, fields, **more)
     assert same_bits(out, expected)
 
 

@@ -37,6 +37,14 @@ struct Buffer {
     }
 };
 
+// Do work without the lock of Python.
+template <class Work> PyObject *unlocked(Work work) {
+    Py_BEGIN_ALLOW_THREADS;
+    work();
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 PyObject *fill_states(PyObject *, PyObject *arguments) {
     PyObject *logits, *columns, *weight, *probabilities, *states;
     Fill fill = {};
@@ -57,11 +65,7 @@ PyObject *fill_states(PyObject *, PyObject *arguments) {
     fill.first_class = first_class;
     fill.states = s.of<uint64_t>();
     fill.wide = wide;
-    const Loops *loops = chosen->loops;
-    Py_BEGIN_ALLOW_THREADS;
-    loops->fill(fill);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return unlocked([&, loops = chosen->loops] { loops->fill(fill); });
 }
 
 // Merge the states `a` into the states `b`.
@@ -75,10 +79,7 @@ PyObject *merge_states(PyObject *, PyObject *arguments) {
     Buffer from, to;
     if (!from.take(a) || !to.take(b, PyBUF_WRITABLE)) return nullptr;
     long rows = long(to.view.len) / (8 * words_of(call.fields));
-    Py_BEGIN_ALLOW_THREADS;
-    merge_rows(from.of<uint64_t>(), to.of<uint64_t>(), rows, call, wide);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return unlocked([&] { merge_rows(from.of<uint64_t>(), to.of<uint64_t>(), rows, call, wide); });
 }
 
 // The merged states of rows, from what `MergedStates.given` of compiled.py has.
@@ -113,10 +114,8 @@ PyObject *row_softmax(PyObject *, PyObject *arguments) {
         return nullptr;
     const Merged &merged = from.merged;
     RowSoftmax *rows = to.of<RowSoftmax>();
-    Py_BEGIN_ALLOW_THREADS;
-    merged.softmax<false>(0, merged.rows, [=](long r, const RowSoftmax &row, int) { rows[r] = row; });
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    auto keep = [=](long r, const RowSoftmax &row, int) { rows[r] = row; };
+    return unlocked([&] { merged.softmax<false>(0, merged.rows, keep); });
 }
 
 // Fill the losses of rows, and then their weights, from merged states.
@@ -130,10 +129,7 @@ PyObject *row_losses(PyObject *, PyObject *arguments) {
         !from.take(given) || !v.take(valid) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))
         return nullptr;
     double *losses = to.of<double>();
-    Py_BEGIN_ALLOW_THREADS;
-    fill_losses(from.merged, v.of<bool>(), terms, losses, losses + from.merged.rows);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return unlocked([&] { fill_losses(from.merged, v.of<bool>(), terms, losses, losses + from.merged.rows); });
 }
 
 // Fill the statistics of rows, and their largest classes, from merged states.
@@ -144,10 +140,7 @@ PyObject *row_statistics(PyObject *, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "OOOO:row_statistics", &given, &valid, &out, &largest) || !from.take(given) ||
         !v.take(valid) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) || !l.take(largest, PyBUF_WRITABLE))
         return nullptr;
-    Py_BEGIN_ALLOW_THREADS;
-    fill_statistics(from.merged, v.of<bool>(), to.of<double>(), l.of<int64_t>());
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return unlocked([&] { fill_statistics(from.merged, v.of<bool>(), to.of<double>(), l.of<int64_t>()); });
 }
 
 Upstream upstream_of(const Buffer &numbers) { return {numbers.of<const double>(), numbers.view.len == 8}; }
@@ -168,13 +161,12 @@ PyObject *statistics_gradients(PyObject *, PyObject *arguments) {
     const int64_t *column = c.of<int64_t>();
     const Upstream of_log_prob = upstream_of(p), of_entropy = upstream_of(e), of_logsumexp = upstream_of(l);
     RowGradient *rows = to.of<RowGradient>();
-    Py_BEGIN_ALLOW_THREADS;
-    from.merged.softmax<false>(0, from.merged.rows, [&](long r, const RowSoftmax &row, int) {
-        rows[r] = statistics_gradient_row(row, column ? column[r] : -1, column != nullptr, class_start, classes, scale,
-                                          counts[r] ? of_log_prob[r] : 0.0, of_entropy[r], of_logsumexp[r]);
+    return unlocked([&] {
+        from.merged.softmax<false>(0, from.merged.rows, [&](long r, const RowSoftmax &row, int) {
+            rows[r] = statistics_gradient_row(row, column ? column[r] : -1, column != nullptr, class_start, classes,
+                                              scale, counts[r] ? of_log_prob[r] : 0.0, of_entropy[r], of_logsumexp[r]);
+        });
     });
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
 }
 
 // The rows of a gradient: an array of RowGradient, or a tuple, `GradientRows` of compiled.py.
@@ -220,11 +212,7 @@ PyObject *write_gradient(PyObject *, PyObject *arguments) {
     write.computed = r.computed;
     write.weight = w.of<double>();
     write.wide = wide;
-    const Loops *loops = chosen->loops;
-    Py_BEGIN_ALLOW_THREADS;
-    loops->write(write);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return unlocked([&, loops = chosen->loops] { loops->write(write); });
 }
 
 // Fill the k largest logits of each row, (rows, k), and their columns.
@@ -242,11 +230,7 @@ PyObject *largest_of(PyObject *, PyObject *arguments) {
     largest.stride = long(x.view.strides[0]);
     largest.values = v.of<double>();
     largest.columns = c.of<int64_t>();
-    const Loops *loops = chosen->loops;
-    Py_BEGIN_ALLOW_THREADS;
-    loops->find(largest);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return unlocked([&, loops = chosen->loops] { loops->find(largest); });
 }
 
 // Fill the sums of divergences of rows, or write their gradients; the arguments of gradients are None for sums.
@@ -275,11 +259,7 @@ PyObject *diverge(PyObject *, PyObject *arguments) {
     pass.slope = m.of<const double>();
     pass.less = l.of<const double>();
     pass.valid = v.of<const bool>();
-    const Loops *loops = chosen->loops;
-    Py_BEGIN_ALLOW_THREADS;
-    loops->diverge(pass);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
+    return unlocked([&, loops = chosen->loops] { loops->diverge(pass); });
 }
 
 // Sum each of the arrays of float64 numbers in a tuple, into 4 words each: a grid and limbs.

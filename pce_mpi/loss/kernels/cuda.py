@@ -196,22 +196,22 @@ class GpuStates(MergedStates):
         class_weights: np.ndarray[Any, Any] | None,
     ):
         super().__init__(states)
-        self.rows, self.arithmetic = len(states), arithmetic
+        self.arithmetic = arithmetic
         sums = None if class_weights is None else cupy.asarray(class_weights)
         self.margin = _numbers_of(transform.margin)
         call = *_transform_arguments(transform), np.int32(fields.flags), sums
-        self._arguments = cupy.ascontiguousarray(states), np.int64(self.rows), *call
+        self._arguments = cupy.ascontiguousarray(states), np.int64(len(self)), *call
 
     def launch(self, file: str, function: str, *arguments: Any) -> None:
         """Launch a kernel that computes something for each row."""
-        if self.rows:
+        if len(self):
             kernel = Kernel(file, f"pce::{function}<{_name_of(self.arithmetic)}>")
-            _launch_for_rows(kernel, self.rows, *self._arguments, *arguments)
+            _launch_for_rows(kernel, len(self), *self._arguments, *arguments)
 
     @cached_property
     def columns(self) -> Array:
         """The columns of `ROW_SOFTMAX`."""
-        columns = cupy.empty((self.rows, len(ROW_SOFTMAX)), np.float64)
+        columns = cupy.empty((len(self), len(ROW_SOFTMAX)), np.float64)
         self.launch("row_softmax.cu", "fill_row_softmax", *self.margin, columns)
         return columns
 
@@ -235,7 +235,7 @@ def row_losses(softmax: GpuStates, fields: StateFields, valid: Array | None, ter
 
     `valid` is None if all rows count.
     """
-    losses = cupy.empty((2, softmax.rows), np.float64)
+    losses = cupy.empty((2, len(softmax)), np.float64)
     softmax.launch("losses.cu", "fill_row_losses", *softmax.margin, valid, *_numbers_of(terms), losses)
     return losses
 
@@ -263,7 +263,7 @@ def row_gradients(
     `valid` is None if all rows count. `upstream` and `divisor` are of floating-point numbers, and in NumPy if they are
     one that the host knows; such a divisor is 1. The kernel takes the scale from the transform of the softmax.
     """
-    gradients = cupy.empty((softmax.rows, len(ROW_GRADIENT)), np.float64)
+    gradients = cupy.empty((len(softmax), len(ROW_GRADIENT)), np.float64)
     given = *_upstream_arguments(upstream), None if isinstance(divisor, np.ndarray) else divisor
     numbers = *softmax.margin, valid, *_numbers_of(terms)
     softmax.launch("losses.cu", "fill_row_gradients", *numbers, target_column, *given, gradients)
@@ -272,7 +272,7 @@ def row_gradients(
 
 def row_statistics(softmax: GpuStates, valid: Array | None, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return statistics of rows; `losses.row_statistics` has the arguments. `valid` is None if all rows count."""
-    numbers, argmax = cupy.empty((5, softmax.rows), dtype), cupy.empty(softmax.rows, np.int64)
+    numbers, argmax = cupy.empty((5, len(softmax)), dtype), cupy.empty(len(softmax), np.int64)
     code = np.int32(DTYPE_CODES[numbers.dtype.name])
     softmax.launch("statistics.cu", "fill_row_statistics", valid, numbers, code, argmax)
     return numbers, argmax
@@ -310,7 +310,7 @@ def statistics_gradients(
 
     Those that `row_gradients` takes are as there.
     """
-    gradients = cupy.empty((softmax.rows, len(ROW_GRADIENT)), np.float64)
+    gradients = cupy.empty((len(softmax), len(ROW_GRADIENT)), np.float64)
     upstream = [argument for each in (log_prob, entropy, logsumexp) for argument in _upstream_arguments(each)]
     shard = np.int64(classes.start), np.int64(len(classes))
     softmax.launch("statistics.cu", "fill_statistics_gradients", valid, target_column, *shard, *upstream, gradients)

@@ -44,6 +44,9 @@ struct Merged {
     bool wide;  // in float64
     Sum class_weights;
 
+    // True for a loss without options.
+    bool is_plain(const LossTerms &terms) const { return call.is_plain() && terms.z_loss == 0.0; }
+
     // Call `each` with the place of each of some rows, its softmax, which is without logarithms if `plain`, as only
     // calls may be that are, and the fields of its state.
     template <bool plain, class Each> void softmax(long first, long count, Each each) const {
@@ -72,7 +75,7 @@ enum { ROW_BLOCK = 64 };
 // Fill the losses of rows and their weights.
 inline void fill_losses(const Merged &merged, const bool *valid, const LossTerms &terms, double *losses,
                         double *weights) {
-    const bool plain = merged.call.is_plain() && terms.z_loss == 0.0;
+    const bool plain = merged.is_plain(terms);
     for (long first = 0, count; first < merged.rows; first += count) {
         count = merged.rows - first < ROW_BLOCK ? merged.rows - first : long(ROW_BLOCK);
         auto fill = [&](long r, const RowSoftmax &row, int fields) {
@@ -127,14 +130,13 @@ struct GradientRows {
     LossTerms terms;
 
     void fill(long first, long count, RowGradient *rows) const {
-        const bool plain = merged.call.is_plain() && terms.z_loss == 0.0;
         auto each = [&](long r, const RowSoftmax &row, int fields) {
             const long place = first + r;
             double slope = scale * (valid[place] ? upstream[place] / divisor : 0.0);
             int64_t column = columns ? columns[place] : -1;
             new (&rows[r]) RowGradient(gradient_row(row, fields, valid[place], column, slope, terms));
         };
-        plain ? merged.softmax<true>(first, count, each) : merged.softmax<false>(first, count, each);
+        merged.is_plain(terms) ? merged.softmax<true>(first, count, each) : merged.softmax<false>(first, count, each);
     }
 };
 

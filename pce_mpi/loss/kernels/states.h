@@ -415,15 +415,18 @@ struct RowSoftmax {
         double others = scaled(s, unit - row.exponent);
         row.normalizer = bad ? not_a_number() : held_alone ? 0.0 : 1.0 / (others + e);
         double nll = 0.0, above = 0.0;
-        if (!with_logs) {
-        } else if (others_alone) {
-            int64_t from = top_z.huge ? top_z.n : 0;
-            nll = ((top_z.huge ? top_z.z : 0.0) + (times_log2(unit - from) + log(s > 0.0 ? s : 1.0))) - held_z.z;
-        } else if (odds > 0x1p60) {
-            double d = double(unit - held_z.n);
-            nll = d * HI + (log(quotient > 0.0 ? quotient : 1.0) + d * LO);
-        } else {
-            nll = log1p(odds);
+        if (with_logs) {
+            double total = (others + e) / top_z.e;
+            above = log(total > 0.0 ? total : 1.0) + times_log2(row.exponent - top_z.n);
+            if (others_alone) {
+                int64_t from = top_z.huge ? top_z.n : 0;
+                nll = ((top_z.huge ? top_z.z : 0.0) + (times_log2(unit - from) + log(s > 0.0 ? s : 1.0))) - held_z.z;
+            } else if (odds > 0x1p60) {
+                double d = double(unit - held_z.n);
+                nll = d * HI + (log(quotient > 0.0 ? quotient : 1.0) + d * LO);
+            } else {
+                nll = log1p(odds);
+            }
         }
         row.held_nll = bad ? not_a_number() : none ? inf : nll;
         row.held_z = held_z.z;
@@ -432,10 +435,6 @@ struct RowSoftmax {
         double inverse = 1.0 / odds;
         bool likely = odds <= 1.0;  // no branch, which would be taken at random
         row.held_minus_one = (likely ? -odds : -1.0) / (1.0 + (likely ? odds : inverse));
-        if (with_logs) {
-            double total = (others + e) / top_z.e;
-            above = log(total > 0.0 ? total : 1.0) + times_log2(row.exponent - top_z.n);
-        }
         double gap = (held_z.z - top_z.z) + (held_z.low - top_z.low);
         double above_top = bad ? not_a_number() : held >= top ? gap + row.held_nll : above;
         row.logsumexp = bad ? not_a_number() : held >= top ? held_z.z + row.held_nll : top_z.z + above;
