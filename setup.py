@@ -34,7 +34,7 @@ setup(
             # have other bits; so have those of a process that has loaded a library linked with -ffast-math.
             extra_compile_args=[
                 *("-std=c++17", *IEEE, "-ffp-contract=off", "-fno-math-errno", "-fwrapv", "-fvisibility=hidden"),
-                *("-g0", "-fno-exceptions", "-fno-rtti"),
+                *("-fopenmp-simd", "-g0", "-fno-exceptions", "-fno-rtti"),
             ],
             extra_link_args=IEEE,
             py_limited_api=True,

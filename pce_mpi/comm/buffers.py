@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+import math
 from typing import Any
 
 import numpy as np
@@ -68,5 +70,5 @@ def concatenated(blocks: Sequence[Array]) -> Array:
 def split(received: Array, shapes: Sequence[tuple[int, ...]], like: Array) -> list[Array]:
     """Split `received`, which MPI has written, into arrays of `shapes`, in the library and the dtype of `like`."""
     flat = from_wire(received, like)
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes]).tolist()
-    return [flat[start:end].reshape(shape) for start, end, shape in zip([0, *ends[:-1]], ends, shapes, strict=True)]
+    ends = list(accumulate(map(math.prod, shapes), initial=0))
+    return [flat[start:end].reshape(shape) for (start, end), shape in zip(pairwise(ends), shapes, strict=True)]

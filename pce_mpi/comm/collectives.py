@@ -13,6 +13,7 @@ current stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -98,7 +99,7 @@ def all_gather(array: Array, comm: MPI.Intracomm, shapes: Sequence[tuple[int, ..
     Collective: one Allgatherv of the array's bytes.
     """
     sent = to_wire(array, stays_on_gpu(array))
-    counts = [int(np.prod(shape)) for shape in shapes]
+    counts = list(map(math.prod, shapes))
     received = room_for(sum(counts), sent, array)
     why = current_cause()
     channel = channel_of(comm, why.operation)
@@ -113,7 +114,7 @@ def all_to_all(blocks: Sequence[Array], comm: MPI.Intracomm, shapes: Sequence[tu
     """
     flat = concatenated(blocks)
     sent = to_wire(flat, stays_on_gpu(flat))
-    counts = [int(np.prod(shape)) for shape in shapes]
+    counts = list(map(math.prod, shapes))
     received = room_for(sum(counts), sent, flat)
     why = current_cause()
     channel = channel_of(comm, why.operation)

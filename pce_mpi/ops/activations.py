@@ -13,6 +13,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact import functions
+from pce_mpi.loss.kernels import layer_loops
 from pce_mpi.loss.kernels.elementary import two_product, two_sum
 from pce_mpi.ops.elementwise import astype, elementwise_rule, unary
 
@@ -60,15 +61,18 @@ _BENT, _DEEP = 24.0, 600.0
 def _gelu(call: Call, x: Array) -> Array:
     """Return gelu(x); if a gradient is required, keep the derivative too: both share most of the computation.
 
-    Blocks of elements are computed in float64.
+    It is computed in float64, with the exact exponential if it is compiled; otherwise a block of elements at a time.
     """
     xp, exp, flat = array_namespace(x), call.functions(x).exp, x.reshape(-1)
     y = xp.empty(flat.shape, x.dtype)
     slope = xp.empty(flat.shape, compute_dtype_of(x.dtype)) if call.required[0] else None
-    size = functions.BLOCK if xp is np else functions.BLOCK_ON_GPU
-    for start in range(0, flat.size, size):
-        block = slice(start, start + size)
-        _gelu_of(xp, exp, flat[block], y[block], None if slope is None else slope[block])
+    if x.dtype == np.float32 and (loops := layer_loops(flat)) is not None:
+        loops.gelu(flat, y, slope, _A[0], _B[0], _BENT)
+    else:
+        size = functions.BLOCK if xp is np else functions.BLOCK_ON_GPU
+        for start in range(0, flat.size, size):
+            block = slice(start, start + size)
+            _gelu_of(xp, exp, flat[block], y[block], None if slope is None else slope[block])
     call.residuals = None if slope is None else slope.reshape(x.shape)
     return y.reshape(x.shape)
 

@@ -13,6 +13,7 @@ from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.loss.kernels import layer_loops
 from pce_mpi.ops.broadcasting import local_extreme
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.matmul import matmul, transposed_times
@@ -57,14 +58,22 @@ class _Probabilities:
 def _attention(call: Call, q: Array, k: Array, v: Array, causal: bool, scale: float) -> Array:
     xp = array_namespace(q)
     p = xp.matmul(q * q.dtype.type(scale), k.swapaxes(-1, -2))
-    if causal:
-        first, _ = call.operands[0].block(q.ndim - 2, call.mesh.coordinates)
+    first = call.operands[0].block(q.ndim - 2, call.mesh.coordinates)[0] if causal else p.shape[-1]
+    if p.dtype == np.float32 and (loops := layer_loops(p)) is not None:
+        loops.attend(p, first + 1)
+    else:
+        _softmax(xp, p, first)
+    call.residuals = _Probabilities(p)
+    return xp.matmul(p, v)
+
+
+def _softmax(xp: Any, p: Array, first: int) -> None:
+    """Replace scores by their softmax; query q sees the keys 0 to `first` + q."""
+    if first < p.shape[-1]:
         xp.copyto(p, p.dtype.type(-np.inf), where=xp.triu(xp.ones(p.shape[-2:], bool), 1 + first))
     p -= local_extreme("max", p, (p.ndim - 1,), True, 0)
     xp.exp(p, out=p)
     p /= _row_sums(p)
-    call.residuals = _Probabilities(p)
-    return xp.matmul(p, v)
 
 
 def _row_sums(x: Array) -> Array:

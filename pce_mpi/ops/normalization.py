@@ -20,6 +20,7 @@ from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
+from pce_mpi.loss.kernels import layer_loops
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.moments import deviations, in_float64, sums
 from pce_mpi.ops.shape import normalized_axis, reshape
@@ -178,16 +179,23 @@ def _blocks(rows: Array) -> Iterator[slice]:
 
 
 def _as_rows(x: Array, axis: int) -> Array:
-    return array_namespace(x).moveaxis(x, axis, -1).reshape(math.prod(_without(x.shape, axis)), x.shape[axis])
+    if axis < x.ndim - 1:  # moveaxis takes as long as normalizing some thousand numbers
+        x = array_namespace(x).moveaxis(x, axis, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _as_array(rows: Array, shape: Shape, axis: int) -> Array:
-    xp = array_namespace(rows)
-    return xp.ascontiguousarray(xp.moveaxis(rows.reshape(*_without(shape, axis), rows.shape[1]), -1, axis))
+    xp, array = array_namespace(rows), rows.reshape(*_without(shape, axis), rows.shape[1])
+    return array if axis == array.ndim - 1 else xp.ascontiguousarray(xp.moveaxis(array, -1, axis))
 
 
 def _without(shape: Shape, axis: int) -> Shape:
     return shape[:axis] + shape[axis + 1 :]
+
+
+def _factors(scale: tuple[Array, ...], count: int) -> Array:
+    """Return the scale for compiled loops."""
+    return np.ascontiguousarray(scale[0], np.float64) if scale else np.ones(count)
 
 
 def _row_sums(x: Array, factor: Array, center: bool) -> Array:
@@ -206,7 +214,10 @@ def _scaled_rows(call: Call, x: Array, *scale: Array, axis: int, eps: float, cen
     xp, rows, count = array_namespace(x), _as_rows(x, axis), x.shape[axis]
     y = xp.empty(rows.shape, np.result_type(x.dtype, *(each.dtype for each in scale)))
     statistics = xp.zeros((len(rows), 3))
-    for block in _blocks(rows):
+    loops = layer_loops(rows, y)
+    if loops is not None:
+        loops.normalize(rows, _factors(scale, count), y, statistics, eps, center)
+    for block in _blocks(rows) if loops is None else ():
         near = rows[block].astype(np.float64)
         if center:
             statistics[block, :1] = near.sum(1, keepdims=True) / count
@@ -222,7 +233,10 @@ def _scaled_rows(call: Call, x: Array, *scale: Array, axis: int, eps: float, cen
 def _gradient(call: Call, g: Array, x: Array, statistics: Array, *scale: Array, axis: int, center: bool) -> Array:
     upstream, rows, of_rows = (_as_rows(each, axis) for each in (g, x, statistics))
     found = array_namespace(g).empty(rows.shape, x.dtype)
-    for block in _blocks(rows):
+    loops = layer_loops(rows, upstream)
+    if loops is not None:
+        loops.write_norm_gradient(upstream, rows, _factors(scale, x.shape[axis]), of_rows, found, center)
+    for block in _blocks(rows) if loops is None else ():
         pull, normal = upstream[block].astype(np.float64), _normal(rows[block], of_rows[block])
         if scale:
             pull *= scale[0]
@@ -233,7 +247,10 @@ def _gradient(call: Call, g: Array, x: Array, statistics: Array, *scale: Array, 
 def _gradient_of_scale(call: Call, g: Array, x: Array, statistics: Array, axis: int) -> Array:
     upstream, rows, of_rows = (_as_rows(each, axis) for each in (g, x, statistics))
     found = array_namespace(g).zeros(rows.shape[1])
-    for block in _blocks(rows):
+    loops = layer_loops(rows, upstream)
+    if loops is not None:
+        loops.add_scale_gradient(upstream, rows, of_rows, found)
+    for block in _blocks(rows) if loops is None else ():
         found += (upstream[block] * _normal(rows[block], of_rows[block])).sum(0)
     return found.astype(np.result_type(g.dtype, x.dtype))
 

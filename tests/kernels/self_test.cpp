@@ -1,5 +1,5 @@
-// Prints two digests of a fixed set of problems for each instruction set of this processor: of the states and gradients
-// of losses and statistics, and of the sums and gradients of divergences.
+// Prints three digests of a fixed set of problems for each instruction set of this processor: of the states and gradients
+// of losses and statistics, of the sums and gradients of divergences, and of gelu and its slope.
 // `test_instruction_sets.py` compiles and runs it.
 #include <fenv.h>
 #include <initializer_list>
@@ -18,7 +18,8 @@ uint64_t next() {
     return seed ^= seed << 17;
 }
 
-uint64_t hash = 0xcbf29ce484222325;
+constexpr uint64_t BEGIN = 0xcbf29ce484222325;
+uint64_t hash = BEGIN;
 void add(uint64_t word) { hash = (hash ^ word) * 0x100000001b3; }
 
 template <class T> void put_bits(const T &value) {
@@ -182,6 +183,18 @@ template <class Arithmetic, class T> void diverge_kind(const Loops &loops, int k
     }
 }
 
+void activate(const Loops &loops) {
+    const long count = ROWS * CLASSES;
+    fill_logits<float>(logits, 30.0, 0.0);
+    loops.gelu({(const float *)logits, (float *)gradient, (float *)teacher, count, 1.5, 0.07, 24.0});
+    for (const char *written : {gradient, teacher})
+        for (long i = 0; i < count; i++) {
+            float value;
+            memcpy(&value, written + i * sizeof value, sizeof value);
+            put_bits(value);
+        }
+}
+
 // A state in which everything has other bits: it rounds upwards and, if that can be set, takes subnormal numbers for 0.
 void set_other_state() {
     fesetround(FE_UPWARD);
@@ -204,7 +217,7 @@ int main() {
     for (const InstructionSet &each : INSTRUCTION_SETS) {
         if (!each.present()) continue;
         seed = 1;
-        hash = 0xcbf29ce484222325;
+        hash = BEGIN;
         for (long r = 0; r < ROWS; r++) columns[r] = int64_t(next() % CLASSES);
         for (double &one : weight) one = double(next() % 9) / 4.0;
         run_kind<float>(*each.loops, FLOAT32);
@@ -212,11 +225,16 @@ int main() {
         run_kind<Half>(*each.loops, FLOAT16);
         run_kind<BFloat>(*each.loops, BFLOAT16);
         const uint64_t losses = hash;
-        hash = 0xcbf29ce484222325;
+        hash = BEGIN;
         diverge_kind<Single, float>(*each.loops, FLOAT32);
         diverge_kind<Double, double>(*each.loops, FLOAT64);
         diverge_kind<Single, BFloat>(*each.loops, BFLOAT16);
-        printf("%s %016llx %016llx\n", each.name, (unsigned long long)losses, (unsigned long long)hash);
+        const uint64_t divergences = hash;
+        hash = BEGIN;
+        activate(*each.loops);
+        printf("%s", each.name);
+        for (uint64_t digest : {losses, divergences, hash}) printf(" %016llx", (unsigned long long)digest);
+        puts("");
     }
     set_floating_point(before);
     return fegetround() != FE_UPWARD;

@@ -8,6 +8,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
+from pce_mpi.ops import normalization
 from ranks.grids import mesh_of
 from ranks.op_cases import alone
 from ulps import MOMENTS, worst
@@ -17,6 +18,13 @@ EPS = 1e-5
 pytestmark = pytest.mark.sizes(1, 3)
 each_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 each_mode = pytest.mark.parametrize("reproducible", [False, True], ids=["plain", "reproducible"])
+
+
+@pytest.fixture(params=["compiled", "NumPy"])
+def loops(request, monkeypatch):
+    """Rows that are whole, by compiled loops and without them."""
+    if request.param == "NumPy":
+        monkeypatch.setattr(normalization, "layer_loops", lambda *_: None)
 
 
 def drawn(dtype, offset, *shape):
@@ -83,7 +91,7 @@ FUNCTIONS = {
 @each_mode
 @each_dtype
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_numbers_far_from_0_keep_digits(comm, name, dtype, reproducible):
+def test_numbers_far_from_0_keep_digits(comm, loops, name, dtype, reproducible):
     mesh = mesh_of(comm, comm.size)
     call, exact = FUNCTIONS[name]
     for offset in (0.0, -1e6, 1e6):
@@ -105,7 +113,7 @@ def test_numbers_far_from_0_keep_digits(comm, name, dtype, reproducible):
 
 @each_mode
 @each_dtype
-def test_equal_elements_have_no_variance(comm, dtype, reproducible):
+def test_equal_elements_have_no_variance(comm, loops, dtype, reproducible):
     mesh = mesh_of(comm, comm.size)
     for value in (0.1, 77.7, 1000003.3, -1e-30, 3e-310, 1e30):
         for shape in ((1, 7), (2, 3), (1, 1000)):
@@ -121,7 +129,7 @@ def test_equal_elements_have_no_variance(comm, dtype, reproducible):
 
 @each_mode
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_gradient_of_short_rows_is_right(comm, name, reproducible):
+def test_gradient_of_short_rows_is_right(comm, loops, name, reproducible):
     # Its terms, about the upstream gradient over the deviation, cancel nearly or wholly.
     mesh, (call, exact) = mesh_of(comm, comm.size), FUNCTIONS[name]
     for columns, offset in ((2, 0.0), (2, 1e6), (3, 0.0), (3, -1e6)):
@@ -138,7 +146,7 @@ def test_gradient_of_short_rows_is_right(comm, name, reproducible):
 
 @each_mode
 @each_dtype
-def test_gradient_along_rows_cancels(comm, dtype, reproducible):
+def test_gradient_along_rows_cancels(comm, loops, dtype, reproducible):
     # That of the sum of normalized rows is 0, and that of equal elements by rms_norm next to 0.
     mesh = mesh_of(comm, comm.size)
     for placed in (Shard(0), Shard(1), Replicate()):
@@ -153,7 +161,7 @@ def test_gradient_along_rows_cancels(comm, dtype, reproducible):
             assert np.isnan(gradient[1]).all()
 
 
-def test_infinite_element_leaves_others_0(comm):
+def test_infinite_element_leaves_others_0(comm, loops):
     x = np.array([[np.inf, 1.0, -2.0], [3.0, 1.0, 2.0]])
     for placed in (Shard(0), Shard(1), Replicate()):
         y = pce.rms_norm(pce.distribute(x, mesh_of(comm, comm.size), data=placed)).full()

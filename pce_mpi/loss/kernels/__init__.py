@@ -79,6 +79,14 @@ def host_kernel() -> ModuleType:
     return compiled
 
 
+def layer_loops(*arrays: Any) -> Any:
+    """Return the compiled kernel if it takes these arrays, of which no others have loops for layers; else None."""
+    if type(arrays[0]) is not np.ndarray:
+        return None
+    kernel = host_kernel()
+    return kernel if hasattr(kernel, "takes_layer") and kernel.takes_layer(*arrays) else None
+
+
 def check_choice() -> None:
     """Raise `ValueError` or `ImportError` if `PCE_MPI_KERNEL` names a kernel that does not exist."""
     if os.environ.get(_VARIABLE):

@@ -262,6 +262,53 @@ PyObject *diverge(PyObject *, PyObject *arguments) {
     return unlocked([&, loops = chosen->loops] { loops->diverge(pass); });
 }
 
+PyObject *gelu(PyObject *, PyObject *arguments) {
+    PyObject *x, *y, *slope;
+    Gelu pass = {};
+    if (!PyArg_ParseTuple(arguments, "OOOddd:gelu", &x, &y, &slope, &pass.a, &pass.b, &pass.bent)) return nullptr;
+    Buffer from, to, s;
+    if (!from.take(x) || !to.take(y, PyBUF_WRITABLE) || !s.take(slope, PyBUF_WRITABLE)) return nullptr;
+    pass.x = from.of<const float>();
+    pass.y = to.of<float>();
+    pass.slope = s.of<float>();
+    pass.count = long(from.view.len / 4);
+    return unlocked([&, loops = chosen->loops] { loops->gelu(pass); });
+}
+
+PyObject *attend(PyObject *, PyObject *arguments) {
+    PyObject *scores;
+    Attend pass = {};
+    if (!PyArg_ParseTuple(arguments, "Olll:attend", &scores, &pass.columns, &pass.queries, &pass.first)) return nullptr;
+    Buffer p;
+    if (!p.take(scores, PyBUF_WRITABLE)) return nullptr;
+    pass.p = p.of<float>();
+    pass.rows = pass.columns ? long(p.view.len / 4) / pass.columns : 0;
+    return unlocked([&, loops = chosen->loops] { loops->attend(pass); });
+}
+
+PyObject *norm(PyObject *, PyObject *arguments) {
+    PyObject *upstream, *x, *scale, *statistics, *out;
+    Norm pass = {};
+    int of, center;
+    if (!PyArg_ParseTuple(arguments, "iiOOOOOdp:norm", &of, &pass.kind, &upstream, &x, &scale, &statistics, &out,
+                          &pass.eps, &center))
+        return nullptr;
+    Buffer g, from, factors, kept, to;
+    if (!g.take(upstream) || !from.take(x, PyBUF_STRIDES) || !factors.take(scale) ||
+        !kept.take(statistics, of == NORMAL ? PyBUF_WRITABLE : PyBUF_SIMPLE) || !to.take(out, PyBUF_WRITABLE))
+        return nullptr;
+    pass.of = NormPass(of);
+    pass.x = from.of<const char>();
+    pass.upstream = g.of<const char>();
+    pass.out = to.of<char>();
+    pass.scale = factors.of<const double>();
+    pass.statistics = kept.of<double>();
+    pass.rows = long(from.view.shape[0]);
+    pass.columns = long(from.view.shape[1]);
+    pass.center = center;
+    return unlocked([&, loops = chosen->loops] { loops->norm(pass); });
+}
+
 // Sum each of the arrays of float64 numbers in a tuple, into 4 words each: a grid and limbs.
 PyObject *sums_of(PyObject *, PyObject *arguments) {
     PyObject *arrays, *out;
@@ -383,6 +430,9 @@ PyMethodDef METHODS[] = {{"fill_states", fill_states, METH_VARARGS, nullptr},
                          {"statistics_gradients", statistics_gradients, METH_VARARGS, nullptr},
                          {"largest_of", largest_of, METH_VARARGS, nullptr},
                          {"diverge", diverge, METH_VARARGS, nullptr},
+                         {"gelu", gelu, METH_VARARGS, nullptr},
+                         {"attend", attend, METH_VARARGS, nullptr},
+                         {"norm", norm, METH_VARARGS, nullptr},
                          {"sums_of", sums_of, METH_VARARGS, nullptr},
                          {"add_sums", add_sums, METH_VARARGS, nullptr},
                          {"valid_rows", valid_rows, METH_VARARGS, nullptr},

@@ -245,3 +245,35 @@ def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array
     loss, divisor = np.empty((), dtype), np.empty(1)
     _compiled.loss_of(sums, mean, loss, divisor)
     return loss, divisor
+
+
+def takes_layer(*arrays: Array) -> bool:
+    """Return whether the functions below take these arrays, which have one dtype."""
+    dtype = arrays[0].dtype
+    usable = (array.dtype == dtype and array.flags.c_contiguous and array.flags.aligned for array in arrays)
+    return dtype in (np.float32, np.float64) and all(usable)
+
+
+def gelu(x: Array, y: Array, slope: Array | None, a: float, b: float, bent: float) -> None:
+    """Write x / (1 + exp(-a x - b x**3)) of float32, and its slope; exp is 0 where |x| is above `bent`."""
+    _compiled.gelu(x, y, slope, a, b, bent)
+
+
+def attend(p: Array, first: int) -> None:
+    """Replace scores by their softmax; query q sees the `first` + q columns before the others, which become 0."""
+    _compiled.attend(p, p.shape[-1], p.shape[-2], first)
+
+
+def normalize(x: Array, scale: Array, y: Array, statistics: Array, eps: float, center: bool) -> None:
+    """Write normalized rows times `scale`, which is float64, and their statistics."""
+    _compiled.norm(0, _kind_of(x.dtype), None, x, scale, statistics, y, eps, center)
+
+
+def write_norm_gradient(g: Array, x: Array, scale: Array, statistics: Array, out: Array, center: bool) -> None:
+    """Write the gradient of rows, from that of `y`."""
+    _compiled.norm(1, _kind_of(x.dtype), g, x, scale, statistics, out, 0.0, center)
+
+
+def add_scale_gradient(g: Array, x: Array, statistics: Array, sums: Array) -> None:
+    """Add the gradient of `scale` to `sums`."""
+    _compiled.norm(2, _kind_of(x.dtype), g, x, None, statistics, sums, 0.0, False)

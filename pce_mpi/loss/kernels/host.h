@@ -1,6 +1,6 @@
 // The hot loops on the CPU.
 //
-// One source for all instruction sets: `vectors.h` to `divergence.h` are compiled for each, and the best one of the
+// One source for all instruction sets: `vectors.h` to `layers.h` are compiled for each, and the best one of the
 // processor is chosen at run time. Compile with -ffp-contract=off: contracted products and sums
 // have other bits. Call the loops in the standard state of the floating-point unit, which `floating_point.h` sets.
 #pragma once
@@ -109,11 +109,41 @@ struct Divergence {
     bool single;
     Transform transform;
 };
+// x / (1 + exp(-a x - b x**3)) of numbers, and its slope, which may be absent; exp is 0 where |x| is above `bent`.
+struct Gelu {
+    const float *x;
+    float *y, *slope;
+    long count;
+    double a, b, bent;
+};
+// Scores of queries, rows of consecutive columns, stack after stack: query q sees the first + q columns before the others,
+// whose probabilities are 0.
+struct Attend {
+    float *p;
+    long rows, columns, queries, first;
+};
+// Rows of consecutive numbers, float32 or float64, normalized to `out`, or their gradient or that of their scale from
+// the gradient of such ones; three statistics of each row are filled, or used.
+enum NormPass { NORMAL, OF_ROWS, OF_SCALE };
+struct Norm {
+    NormPass of;
+    int kind;
+    const char *x, *upstream;
+    char *out;
+    const double *scale;
+    double *statistics;
+    long rows, columns;
+    double eps;
+    bool center;
+};
 struct Loops {
     void (*fill)(const Fill &);
     void (*write)(const Write &);
     void (*find)(const Largest &);
     void (*diverge)(const Divergence &);
+    void (*gelu)(const Gelu &);
+    void (*attend)(const Attend &);
+    void (*norm)(const Norm &);
 };
 
 // A call in a hot loop costs as much as the loop.
@@ -135,7 +165,8 @@ namespace avx512 {
 #include "walk.h"
 #include "tables.h"
 #include "divergence.h"
-static const Loops LOOPS = {fill, write, find, diverge};
+#include "layers.h"
+static const Loops LOOPS = {fill, write, find, diverge, gelu, attend, norm};
 #undef VECTOR_BYTES
 }  // namespace avx512
 #ifdef __clang__
@@ -154,7 +185,8 @@ namespace avx2 {
 #include "walk.h"
 #include "tables.h"
 #include "divergence.h"
-static const Loops LOOPS = {fill, write, find, diverge};
+#include "layers.h"
+static const Loops LOOPS = {fill, write, find, diverge, gelu, attend, norm};
 #undef VECTOR_BYTES
 }  // namespace avx2
 #ifdef __clang__
@@ -173,7 +205,8 @@ namespace baseline {
 #include "walk.h"
 #include "tables.h"
 #include "divergence.h"
-static const Loops LOOPS = {fill, write, find, diverge};
+#include "layers.h"
+static const Loops LOOPS = {fill, write, find, diverge, gelu, attend, norm};
 #undef VECTOR_BYTES
 }  // namespace baseline
 

@@ -7,13 +7,14 @@ enum { CHUNK = 4096 };
 
 // exp(z) = 2^n (1 + t)
 
-INLINED Floats polynomial(Floats f) {
-    Floats q = fma(floats(0x1.6db642p-10f), f, floats(0x1.123cep-7f));
-    q = fma(q, f, floats(0x1.55545cp-5f));
-    q = fma(q, f, floats(0x1.55548cp-3f));
-    q = fma(q, f, floats(0x1p-1f));
-    return fma(f * f, q, f);
+template <Floats (*add)(Floats, Floats, Floats)> INLINED Floats polynomial(Floats f) {
+    Floats q = add(floats(0x1.6db642p-10f), f, floats(0x1.123cep-7f));
+    q = add(q, f, floats(0x1.55545cp-5f));
+    q = add(q, f, floats(0x1.55548cp-3f));
+    q = add(q, f, floats(0x1p-1f));
+    return add(f * f, q, f);
 }
+INLINED Floats polynomial(Floats f) { return polynomial<fma>(f); }
 
 PCE_DEFINE_POLYNOMIAL(INLINED, Doubles)
 
