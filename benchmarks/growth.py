@@ -4,10 +4,10 @@
 
 The program starts the ranks itself and pins each to a core, which Linux alone can. Where there are more ranks than
 cores, m of them share one, which does the work of all m. While one of them works, each of the others waits for it: it
-looks again and again whether the results of others have come, and takes w times the time of the work for that. So the
-time of a call on P ranks is
+looks again and again whether the results of others have come, and sleeps after so many looks. So the time of a call on
+P ranks is
 
-    m (1 + w (m - 1)) (a + b rows + c rows classes / P + d rows log2(P))
+    m (a + b rows + c rows classes / P + d rows log2(P) + e (m - 1))
 
 The fit has the least squares of relative errors, over the least times, as other work on the machine only adds to them.
 The exit status is 1 if a prediction is off by more than 15 %. c is one number only as long as gradients are written
@@ -66,39 +66,37 @@ class Measured(NamedTuple):
     sent: int
 
 
-class Model(NamedTuple):
-    """The coefficients of the time: a, b, c, d, and w."""
+def features(size: Size) -> np.ndarray[Any, Any]:
+    """Return what each of the coefficients a to e is multiplied by."""
+    ranks, rows, classes = size
+    m = -(-ranks // number_of_cores())
+    return m * np.array([1.0, rows, rows * classes / ranks, rows * np.log2(ranks), m - 1])
 
-    work: np.ndarray[Any, Any]
-    w: float
+
+class Model(NamedTuple):
+    """The coefficients of the time, a to e."""
+
+    coefficients: np.ndarray[Any, Any]
 
     def seconds(self, size: Size) -> float:
         """Predict the time of a call."""
-        return float(features(size, self.w) @ self.work)
-
-
-def features(size: Size, w: float) -> np.ndarray[Any, Any]:
-    """Return what each coefficient of the work is multiplied by."""
-    ranks, rows, classes = size
-    m = -(-ranks // number_of_cores())
-    return m * (1 + w * (m - 1)) * np.array([1.0, rows, rows * classes / ranks, rows * np.log2(ranks)])
+        return float(features(size) @ self.coefficients)
 
 
 def fitted(seconds: dict[Size, float]) -> Model:
     """Return the model with the least squares of relative errors, of those without a negative coefficient."""
+    relative = np.array([features(size) / taken for size, taken in seconds.items()])
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0] = 1  # log2(1)
 
-    def with_some(some: list[bool], w: float) -> tuple[float, Model]:
-        relative = np.array([features(size, w) / taken for size, taken in seconds.items()])[:, some]
-        scale = np.linalg.norm(relative, axis=0)
-        scale[scale == 0] = 1  # log2(1)
-        work = np.zeros(len(some))
-        work[some] = np.linalg.lstsq(relative / scale, np.ones(len(relative)), rcond=None)[0] / scale
-        error = float(np.square(relative @ work[some] - 1).sum())
-        return error if (work >= 0).all() else np.inf, Model(work, w)
+    def with_some(some: list[bool]) -> tuple[float, np.ndarray[Any, Any]]:
+        found = np.zeros(len(some))
+        found[some] = np.linalg.lstsq((relative / scale)[:, some], np.ones(len(relative)), rcond=None)[0]
+        error = float(np.square(relative / scale @ found - 1).sum())
+        return error if (found >= 0).all() else np.inf, found / scale
 
-    choices = [list(some) for some in itertools.product([False, True], repeat=4)]
-    found = (with_some(some, w) for w in np.linspace(0, 0.5, 101).tolist() for some in choices)
-    return min(found, key=lambda each: each[0])[1]
+    choices = [list(some) for some in itertools.product([False, True], repeat=5)]
+    return Model(min(map(with_some, choices), key=lambda each: each[0])[1])
 
 
 def main() -> int:
@@ -152,10 +150,9 @@ def report(found: dict[Size, Measured], models: dict[str, Model], unseen: Sequen
             else:
                 worst[name] = max(worst[name], abs(ratio - 1))
     coefficients = [
-        (name, 1e6 * model.work[0], *(1e9 * model.work[1:]), model.w, 100 * worst[name])
-        for name, model in models.items()
+        (name, *(model.coefficients * [1e6, 1e9, 1e9, 1e9, 1e6]), 100 * worst[name]) for name, model in models.items()
     ]
-    print(table([("of the fit", "a, us", "b, ns", "c, ns", "d, ns", "w", "worst error, %"), *coefficients]))
+    print(table([("of the fit", "a, us", "b, ns", "c, ns", "d, ns", "e, us", "worst error, %"), *coefficients]))
     print(f"\n{table([('predicted', *Size._fields, 'ms', 'measured / predicted', ''), *lines])}")
     sent = [(*size, *bytes_put_in(size, one.sent)) for size, one in found.items() if size[1:] in unseen]
     print(f"\n{table([(*Size._fields, *(f'{scheme}, bytes' for scheme in SCHEMES)), *sent])}")
