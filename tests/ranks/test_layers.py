@@ -87,15 +87,14 @@ def test_strange_score_makes_its_row_nan(instruction_set, strange):
 def test_normalized_rows_are_those_of_numpy(instruction_set, monkeypatch, dtype, function):
     rng = np.random.default_rng(2)
     cases = []
-    for rows, columns in ((5, 1), (7, 3), (4, 100), (3, 1500), (0, 6), (2, 0)):
-        for scale in ((), (rng.normal(0, 1, columns).astype(dtype),)):
-            x = rng.normal(3, 1, (rows, columns)).astype(dtype)
-            upstream = rng.normal(0, 1, (rows, columns)).astype(dtype)
-            cases.append((x, upstream, scale))
+    for shape in ((5, 1), (1, 5), (7, 3), (4, 100), (3, 1500), (0, 6), (2, 0)):
+        for axis, scaled in ((0, False), (1, False), (0, True), (1, True)):
+            x, upstream = rng.normal([[[3]], [[0]]], 1, (2, *shape)).astype(dtype)
+            cases.append((x, upstream, [rng.normal(0, 1, shape[axis]).astype(dtype)] * scaled, axis))
 
-    def results(x, upstream, scale):
+    def results(x, upstream, scale, axis):
         held = [pce.distribute(array, alone(), requires_grad=True) for array in (x, *scale)]
-        y = function(*held)
+        y = function(*held, axis=axis)
         (y * upstream).sum().backward()
         return [y.full(), *(each.grad.full() for each in held)]
 

@@ -271,9 +271,9 @@ def normalize(x: Array, scale: Array, y: Array, statistics: Array, eps: float, c
 
 def write_norm_gradient(g: Array, x: Array, scale: Array, statistics: Array, out: Array, center: bool) -> None:
     """Write the gradient of rows, from that of `y`."""
-    _compiled.norm(1, _kind_of(x.dtype), g, x, scale, statistics, out, 0.0, center)
+    _compiled.norm(1, _kind_of(x.dtype), g, x, scale, np.ascontiguousarray(statistics), out, 0.0, center)
 
 
 def add_scale_gradient(g: Array, x: Array, statistics: Array, sums: Array) -> None:
     """Add the gradient of `scale` to `sums`."""
-    _compiled.norm(2, _kind_of(x.dtype), g, x, None, statistics, sums, 0.0, False)
+    _compiled.norm(2, _kind_of(x.dtype), g, x, None, np.ascontiguousarray(statistics), sums, 0.0, False)
