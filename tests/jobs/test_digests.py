@@ -24,7 +24,7 @@ def differing(ranks, **env):
     return [name for name in EXPECTED if found[name] != EXPECTED[name]]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 9])
 def test_digests_are_those_of_any_ranks(ranks):
     assert differing(ranks) == []
 

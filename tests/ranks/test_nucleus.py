@@ -261,8 +261,9 @@ def test_limits_that_differ_raise_on_all(comm, name, several):
         pce.nucleus(logits_of(np.float32)[:, mine], comm=comm, **given)
 
 
+@pytest.mark.sizes(1, 3)
 def test_cupy_arrays_give_same_nucleus(comm, cupy):
-    for dtype, limits in itertools.product((np.float16, np.float32, np.float64), LIMITS):
+    for dtype, limits in zip(itertools.cycle((np.float16, np.float32, np.float64)), LIMITS, strict=False):
         logits = logits_of(dtype)
         mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
         found = pce.nucleus(cupy.asarray(np.ascontiguousarray(logits[:, mine])), comm=comm, **limits)
