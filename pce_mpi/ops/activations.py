@@ -66,7 +66,7 @@ def _gelu(call: Call, x: Array) -> Array:
     xp, exp, flat = array_namespace(x), call.functions(x).exp, x.reshape(-1)
     y = xp.empty(flat.shape, x.dtype)
     slope = xp.empty(flat.shape, compute_dtype_of(x.dtype)) if call.required[0] else None
-    if x.dtype == np.float32 and (loops := layer_loops(flat)) is not None:
+    if x.dtype == np.float32 and (loops := layer_loops(flat)):
         loops.gelu(flat, y, slope, _A[0], _B[0], _BENT)
     else:
         size = functions.BLOCK if xp is np else functions.BLOCK_ON_GPU

@@ -59,7 +59,7 @@ def _attention(call: Call, q: Array, k: Array, v: Array, causal: bool, scale: fl
     xp = array_namespace(q)
     p = xp.matmul(q * q.dtype.type(scale), k.swapaxes(-1, -2))
     first = call.operands[0].block(q.ndim - 2, call.mesh.coordinates)[0] if causal else p.shape[-1]
-    if p.dtype == np.float32 and (loops := layer_loops(p)) is not None:
+    if p.dtype == np.float32 and (loops := layer_loops(p)):
         loops.attend(p, first + 1)
     else:
         _softmax(xp, p, first)

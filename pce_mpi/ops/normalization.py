@@ -214,18 +214,18 @@ def _scaled_rows(call: Call, x: Array, *scale: Array, axis: int, eps: float, cen
     xp, rows, count = array_namespace(x), _as_rows(x, axis), x.shape[axis]
     y = xp.empty(rows.shape, np.result_type(x.dtype, *(each.dtype for each in scale)))
     statistics = xp.zeros((len(rows), 3))
-    loops = layer_loops(rows, y)
-    if loops is not None:
+    if loops := layer_loops(rows, y):
         loops.normalize(rows, _factors(scale, count), y, statistics, eps, center)
-    for block in _blocks(rows) if loops is None else ():
-        near = rows[block].astype(np.float64)
-        if center:
-            statistics[block, :1] = near.sum(1, keepdims=True) / count
-            near -= statistics[block, :1]
-        found = _mean_and_deviation(_row_sums(near, near, center), count, eps)
-        statistics[block, 1:2], statistics[block, 2:] = found
-        normal = (near - found[0]) / found[1]
-        y[block] = normal * scale[0] if scale else normal
+    else:
+        for block in _blocks(rows):
+            near = rows[block].astype(np.float64)
+            if center:
+                statistics[block, :1] = near.sum(1, keepdims=True) / count
+                near -= statistics[block, :1]
+            found = _mean_and_deviation(_row_sums(near, near, center), count, eps)
+            statistics[block, 1:2], statistics[block, 2:] = found
+            normal = (near - found[0]) / found[1]
+            y[block] = normal * scale[0] if scale else normal
     call.residuals = _as_array(statistics, x.shape, axis)
     return _as_array(y, x.shape, axis)
 
@@ -233,25 +233,25 @@ def _scaled_rows(call: Call, x: Array, *scale: Array, axis: int, eps: float, cen
 def _gradient(call: Call, g: Array, x: Array, statistics: Array, *scale: Array, axis: int, center: bool) -> Array:
     upstream, rows, of_rows = (_as_rows(each, axis) for each in (g, x, statistics))
     found = array_namespace(g).empty(rows.shape, x.dtype)
-    loops = layer_loops(rows, upstream)
-    if loops is not None:
+    if loops := layer_loops(rows, upstream):
         loops.write_norm_gradient(upstream, rows, _factors(scale, x.shape[axis]), of_rows, found, center)
-    for block in _blocks(rows) if loops is None else ():
-        pull, normal = upstream[block].astype(np.float64), _normal(rows[block], of_rows[block])
-        if scale:
-            pull *= scale[0]
-        found[block] = _pulled(pull, normal, of_rows[block, 2:], _row_sums(pull, normal, center), x.shape[axis])
+    else:
+        for block in _blocks(rows):
+            pull, normal = upstream[block].astype(np.float64), _normal(rows[block], of_rows[block])
+            if scale:
+                pull *= scale[0]
+            found[block] = _pulled(pull, normal, of_rows[block, 2:], _row_sums(pull, normal, center), x.shape[axis])
     return _as_array(found, x.shape, axis)
 
 
 def _gradient_of_scale(call: Call, g: Array, x: Array, statistics: Array, axis: int) -> Array:
     upstream, rows, of_rows = (_as_rows(each, axis) for each in (g, x, statistics))
     found = array_namespace(g).zeros(rows.shape[1])
-    loops = layer_loops(rows, upstream)
-    if loops is not None:
+    if loops := layer_loops(rows, upstream):
         loops.add_scale_gradient(upstream, rows, of_rows, found)
-    for block in _blocks(rows) if loops is None else ():
-        found += (upstream[block] * _normal(rows[block], of_rows[block])).sum(0)
+    else:
+        for block in _blocks(rows):
+            found += (upstream[block] * _normal(rows[block], of_rows[block])).sum(0)
     return found.astype(np.result_type(g.dtype, x.dtype))
 
 
