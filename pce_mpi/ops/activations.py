@@ -61,7 +61,7 @@ _BENT, _DEEP = 24.0, 600.0
 def _gelu(call: Call, x: Array) -> Array:
     """Return gelu(x); if a gradient is required, keep the derivative too: both share most of the computation.
 
-    It is computed in float64, with the exact exponential if it is compiled; otherwise a block of elements at a time.
+    Both are computed in float64. Compiled loops, for float32, take the exact exponential.
     """
     xp, exp, flat = array_namespace(x), call.functions(x).exp, x.reshape(-1)
     y = xp.empty(flat.shape, x.dtype)

@@ -1,9 +1,12 @@
-// Prints three digests of a fixed set of problems for each instruction set of this processor: of the states and gradients
-// of losses and statistics, of the sums and gradients of divergences, and of gelu and its slope.
+// Prints three digests of a fixed set of problems for each instruction set of this processor: of the states and
+// gradients of losses and statistics, of the sums and gradients of divergences, and of gelu and its slope. The softmax
+// of attention and normalized rows, whose bits differ, are compared with float64.
 // `test_instruction_sets.py` compiles and runs it.
 #include <fenv.h>
 #include <initializer_list>
+#include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "host.h"
 
@@ -195,6 +198,65 @@ void activate(const Loops &loops) {
         }
 }
 
+void expect(double got, double right, double error, const char *what) {
+    if (fabs(got - right) <= error) return;
+    fprintf(stderr, "%s: %.9g in place of %.9g\n", what, got, right);
+    exit(1);
+}
+
+void attend(const Loops &loops) {
+    enum { QUERIES = 5, KEYS = 77, SEEN = 3 };
+    static float p[2 * QUERIES][KEYS];
+    fill_logits<float>(logits, 20.0, 0.0);
+    memcpy(p, logits, sizeof p);
+    double right[2 * QUERIES][KEYS] = {};
+    for (int row = 0; row < 2 * QUERIES; row++) {
+        const int seen = SEEN + row % QUERIES;
+        p[row][1] = 0.0f;  // of some scores -inf
+        double top = -infinity(), sum = 0.0;
+        for (int k = 0; k < seen; k++) top = p[row][k] > top ? p[row][k] : top;
+        for (int k = 0; k < seen; k++) sum += right[row][k] = exp(p[row][k] - top);
+        for (int k = 0; k < seen; k++) right[row][k] /= sum;
+    }
+    loops.attend({&p[0][0], 2 * QUERIES, KEYS, QUERIES, SEEN});
+    for (int row = 0; row < 2 * QUERIES; row++)
+        for (int k = 0; k < KEYS; k++) expect(p[row][k], right[row][k], 4e-6 * right[row][k], "attention");
+}
+
+template <class T> void normalize(const Loops &loops, int kind) {
+    enum { COUNT = 3, LENGTH = 1101 };
+    const double eps = 1e-5, error = sizeof(T) == 4 ? 1e-5 : 1e-12;
+    static T x[COUNT][LENGTH], g[COUNT][LENGTH], y[COUNT][LENGTH], dx[COUNT][LENGTH];
+    double scale[LENGTH], statistics[COUNT][3], dscale[LENGTH] = {}, right[LENGTH] = {};
+    auto number = [] { return double(int64_t(next() >> 40)) / 0x1p23 - 1.0; };
+    for (int row = 0; row < COUNT; row++)
+        for (int i = 0; i < LENGTH; i++) x[row][i] = T(number() + 3.0), g[row][i] = T(number());
+    for (double &each : scale) each = number();
+    Norm pass = {NORMAL, kind, (char *)x, nullptr, (char *)y, scale, *statistics, COUNT, LENGTH, eps, true};
+    loops.norm(pass);
+    pass.of = OF_ROWS, pass.upstream = (char *)g, pass.out = (char *)dx;
+    loops.norm(pass);
+    pass.of = OF_SCALE, pass.out = (char *)dscale;
+    loops.norm(pass);
+    for (int row = 0; row < COUNT; row++) {
+        double mean = 0.0, variance = 0.0, plain = 0.0, product = 0.0, normal[LENGTH];
+        for (T each : x[row]) mean += each / LENGTH;
+        for (T each : x[row]) variance += (each - mean) * (each - mean) / LENGTH;
+        for (int i = 0; i < LENGTH; i++) {
+            normal[i] = (x[row][i] - mean) / sqrt(variance + eps);
+            plain += g[row][i] * scale[i] / LENGTH;
+            product += g[row][i] * scale[i] * normal[i] / LENGTH;
+            right[i] += g[row][i] * normal[i];
+        }
+        for (int i = 0; i < LENGTH; i++) {
+            expect(y[row][i], normal[i] * scale[i], error, "norm");
+            double of_row = (g[row][i] * scale[i] - plain - normal[i] * product) / sqrt(variance + eps);
+            expect(dx[row][i], of_row, error, "gradient of norm");
+        }
+    }
+    for (int i = 0; i < LENGTH; i++) expect(dscale[i], right[i], error, "gradient of scale");
+}
+
 // A state in which everything has other bits: it rounds upwards and, if that can be set, takes subnormal numbers for 0.
 void set_other_state() {
     fesetround(FE_UPWARD);
@@ -232,6 +294,9 @@ int main() {
         const uint64_t divergences = hash;
         hash = BEGIN;
         activate(*each.loops);
+        attend(*each.loops);
+        normalize<float>(*each.loops, FLOAT32);
+        normalize<double>(*each.loops, FLOAT64);
         printf("%s", each.name);
         for (uint64_t digest : {losses, divergences, hash}) printf(" %016llx", (unsigned long long)digest);
         puts("");

@@ -10,7 +10,7 @@ import pytest
 from pce_mpi.loss.kernels.compilation import source_folder
 
 SOURCE = Path(__file__).with_name("self_test.cpp")
-FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
+FLAGS = ["-std=c++17", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
 # The output of the self-test: losses, divergences, gelu. A change is one of bits, as in tests/jobs/digests.json.
 DIGEST = "fe5bcd211f90ea68 5e2c3bd546b5fbbd 999be798396ec1ff"
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from pce_mpi.loss.kernels import compiled, layer_loops
+from pce_mpi.loss.kernels import compiled
 from pce_mpi.ops import activations, attention, normalization
 from ranks.op_cases import alone
-from ulps import OPERATION, worst
+from ulps import MOMENTS, OPERATION, worst
 
 BEYOND = np.float32(7.5)
 
@@ -73,12 +73,33 @@ def test_probabilities_of_attention_are_right(instruction_set, shape, first):
     assert (buffer[-40:] == BEYOND).all()
 
 
+def test_many_equal_scores_share_probability(instruction_set):
+    for count in (1000, 8193, 200_000):
+        p = np.zeros((1, 1 + count), np.float32)
+        compiled.attend(p, 1 + count)
+        np.testing.assert_allclose(p, 1 / (1 + count), rtol=2e-7)
+
+
+def test_long_rows_are_normalized_with_all_digits(instruction_set):
+    x, g = np.random.default_rng(4).normal([[3.0], [0.0]], 1, (2, 1_000_000))
+    held = pce.distribute(x[None], alone(), requires_grad=True)
+    y = pce.layer_norm(held)
+    (y * g).sum().backward()
+    near = x - x.astype(np.longdouble).mean()
+    deviation = np.sqrt((near * near).mean() + np.longdouble(1e-5))
+    normal = near / deviation
+    gradient = (g - g.astype(np.longdouble).mean() - normal * (g * normal).mean()) / deviation
+    for got, right in ((y, normal), (held.grad, gradient)):
+        right = right.astype(np.float64)
+        assert worst(got.full()[0], right, np.float64, np.full_like(right, np.abs(right).max())) <= MOMENTS
+
+
 @pytest.mark.parametrize("strange", [np.nan, np.inf])
 def test_strange_score_makes_its_row_nan(instruction_set, strange):
     p = np.zeros((3, 40), np.float32)
     p[1, 1] = strange
     compiled.attend(p, 1)
-    assert np.isnan(p[1]).all()
+    assert np.isnan(p[1]).all()  # also of hidden keys, as by NumPy
     assert np.array_equal(p[[0, 2], :4], [[1, 0, 0, 0], [np.float32(1) / 3] * 3 + [0]])
 
 
@@ -87,9 +108,10 @@ def test_strange_score_makes_its_row_nan(instruction_set, strange):
 def test_normalized_rows_are_those_of_numpy(instruction_set, monkeypatch, dtype, function):
     rng = np.random.default_rng(2)
     cases = []
-    for shape in ((5, 1), (1, 5), (7, 3), (4, 100), (3, 1500), (0, 6), (2, 0)):
+    for shape in ((5, 1), (1, 5), (7, 3), (4, 100), (3, 1500), (0, 6), (2, 0), (3, 5, 4)):
         for axis, scaled in ((0, False), (1, False), (0, True), (1, True)):
-            x, upstream = rng.normal([[[3]], [[0]]], 1, (2, *shape)).astype(dtype)
+            mean = np.reshape([3, 0], (2, *[1] * len(shape)))
+            x, upstream = rng.normal(mean, 1, (2, *shape)).astype(dtype)
             cases.append((x, upstream, [rng.normal(0, 1, shape[axis]).astype(dtype)] * scaled, axis))
 
     def results(x, upstream, scale, axis):
@@ -127,6 +149,6 @@ def test_arrays_without_loops_are_normalized(monkeypatch):
 def test_loops_take_what_they_can():
     x = np.ones((4, 8), np.float32)
     unaligned = np.frombuffer(b"." + x.tobytes(), np.float32, offset=1)
-    assert layer_loops(x, x) is compiled
+    assert compiled.takes_layer(x, x)
     for others in ((x, x.astype(np.float64)), (x.astype(np.float16),), (x[:, ::2],), (unaligned,), (x.T,)):
-        assert layer_loops(*others) is None
+        assert not compiled.takes_layer(*others)

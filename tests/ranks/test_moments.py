@@ -123,6 +123,8 @@ def test_equal_elements_have_no_variance(comm, loops, dtype, reproducible):
                 with pce.reproducible(reproducible):
                     results = [pce.layer_norm(held), pce.var(held, axis=1), pce.std(held, axis=1), pce.std(held)]
                     results[2].sum().backward()
+                    of_nothing = pce.layer_norm(held, eps=0.0).full()
+                assert np.isnan(of_nothing).all()
                 assert [np.count_nonzero(each.full()) for each in results] == [0] * 4, (value, shape, placed)
                 assert not held.grad.full().any()
 

@@ -70,8 +70,9 @@ def host_kernel() -> ModuleType:
             raise ImportError(f"{_VARIABLE}={wanted}, but the compiled kernel is not installed: {error}") from error
         warnings.warn(
             f"pce_mpi in {Path(__file__).parents[2]} has no compiled kernel: the loss has the same bits, but takes "
-            "100 times as long. If that is a clone, install it with pip install -e; if there was no C++ compiler, "
-            "install g++ or clang++, and then pce_mpi again with pip's --no-cache-dir and --force-reinstall",
+            "100 times as long, and gelu, attention and norms take longer. If that is a clone, install it with pip "
+            "install -e; if there was no C++ compiler, install g++ or clang++, and then pce_mpi again with pip's "
+            "--no-cache-dir and --force-reinstall",
             stacklevel=2,
         )
         return definition
@@ -80,7 +81,7 @@ def host_kernel() -> ModuleType:
 
 
 def layer_loops(*arrays: Any) -> Any:
-    """Return the compiled kernel if it takes these arrays, of which no others have loops for layers; else None."""
+    """Return the compiled kernel if it has loops of layers for these arrays, else None; no other kernel has any."""
     if type(arrays[0]) is not np.ndarray:
         return None
     kernel = host_kernel()

@@ -278,7 +278,7 @@ PyObject *gelu(PyObject *, PyObject *arguments) {
 PyObject *attend(PyObject *, PyObject *arguments) {
     PyObject *scores;
     Attend pass = {};
-    if (!PyArg_ParseTuple(arguments, "Olll:attend", &scores, &pass.columns, &pass.queries, &pass.first)) return nullptr;
+    if (!PyArg_ParseTuple(arguments, "Olll:attend", &scores, &pass.columns, &pass.queries, &pass.seen)) return nullptr;
     Buffer p;
     if (!p.take(scores, PyBUF_WRITABLE)) return nullptr;
     pass.p = p.of<float>();

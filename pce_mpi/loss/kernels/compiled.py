@@ -259,9 +259,9 @@ def gelu(x: Array, y: Array, slope: Array | None, a: float, b: float, bent: floa
     _compiled.gelu(x, y, slope, a, b, bent)
 
 
-def attend(p: Array, first: int) -> None:
-    """Replace scores by their softmax; query q sees the `first` + q columns before the others, which become 0."""
-    _compiled.attend(p, p.shape[-1], p.shape[-2], first)
+def attend(p: Array, seen: int) -> None:
+    """Replace scores by their softmax; query q sees the first `seen` + q columns, and the others become 0."""
+    _compiled.attend(p, p.shape[-1], p.shape[-2], seen)
 
 
 def normalize(x: Array, scale: Array, y: Array, statistics: Array, eps: float, center: bool) -> None:

@@ -116,14 +116,15 @@ struct Gelu {
     long count;
     double a, b, bent;
 };
-// Scores of queries, rows of consecutive columns, stack after stack: query q sees the first + q columns before the others,
-// whose probabilities are 0.
+// Scores of queries, rows of consecutive columns, stack after stack. Query q sees the first `seen` + q columns; the
+// probabilities of the others are 0.
 struct Attend {
     float *p;
-    long rows, columns, queries, first;
+    long rows, columns, queries, seen;
 };
-// Rows of consecutive numbers, float32 or float64, normalized to `out`, or their gradient or that of their scale from
-// the gradient of such ones; three statistics of each row are filled, or used.
+// A pass over rows of consecutive numbers, float32 or float64. NORMAL writes normalized rows to `out`, and three
+// statistics of each. From these and the gradient of normalized rows, `upstream`, OF_ROWS writes the gradient of rows to
+// `out`, and OF_SCALE adds that of the scale to it, which is float64.
 enum NormPass { NORMAL, OF_ROWS, OF_SCALE };
 struct Norm {
     NormPass of;

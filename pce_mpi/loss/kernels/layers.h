@@ -1,10 +1,10 @@
 // The loops of layers, gelu, the softmax of attention and the normalization of rows; included once for each instruction
-// set after `rows.h`.
+// set after `loops.h`.
 //
 // Numbers are computed in float64, but for the softmax. `ops/activations.py`, `ops/attention.py` and
 // `ops/normalization.py` do the same with other arrays.
 
-// exp(z) with the bits of `exact/functions.py`, for z up to 709.
+// exp(z) with the bits of `exact/functions.py` but for those of a nan, for z up to 709.
 INLINED Doubles exp_of(Doubles z) {
     z = z > -746.0 ? z : doubles(-746.0);
     Doubles shifted = z * LOG2E + MAGIC, k = shifted - MAGIC, near = z - k * HI, far = k * LO, f = near - far;
@@ -41,27 +41,38 @@ INLINED Floats exp_of(Floats z) {
     return (1.0f + polynomial<rounded_twice>(f)) * power(half) * power(n - half);
 }
 
+static inline float sum_of(Floats v) {
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++) v[lane] += v[lane + half];
+    return v[0];
+}
+
 // The softmax of each row of scores, in their place; see `Attend`.
 static void attend(const Attend &pass) {
+    enum { SHORT_SUM = 64 * LANES };  // so many exponentials are added up in float32
     const long columns = pass.columns;
     Ints place;
     for (int lane = 0; lane < LANES; lane++) place[lane] = lane;
     for (long row = 0; row < pass.rows; row++) {
         float *p = pass.p + row * columns;
-        const long seen = pass.first + row % pass.queries, count = seen < columns ? seen : columns;
+        const long seen = pass.seen + row % pass.queries, count = seen < columns ? seen : columns;
         const Floats top = floats(float(largest(p, count)));
-        Floats sums = {};
-        for (long i = 0; i < columns; i += LANES) {
-            Floats z = load_up_to(p + i, columns - i) - top, e = exp_of(z < -150.0f ? floats(-150.0f) : z);
-            // Whole vectors are stored: what a part of a vector was stored to is slow to load.
-            e = place < ints(count - i) ? e : Floats{};
-            store_up_to(p + i, e, columns - i);
-            sums += e;
+        double sum = 0.0;
+        long i = 0;
+        while (i < count) {
+            Floats sums = {};
+            for (const long end = count - i < SHORT_SUM ? count : i + SHORT_SUM; i < end; i += LANES) {
+                Floats z = load_up_to(p + i, columns - i) - top, e = exp_of(z < -150.0f ? floats(-150.0f) : z);
+                // Whole vectors are stored: what a part of a vector was stored to is slow to load.
+                e = place < ints(count - i < LANES ? int(count - i) : LANES) ? e : Floats{};
+                store_up_to(p + i, e, columns - i);
+                sums += e;
+            }
+            sum += sum_of(sums);
         }
-        for (int half = LANES / 2; half > 0; half /= 2)
-            for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
-        const float sum = sums[0];
-        for (long i = 0; i < columns; i += LANES) store_up_to(p + i, load_up_to(p + i, columns - i) / sum, columns - i);
+        const float divisor = float(sum);
+        for (i = 0; i < count; i += LANES) store_up_to(p + i, load_up_to(p + i, columns - i) / divisor, columns - i);
+        for (; i < columns; i++) p[i] = 0.0f / divisor;  // nan in a row with nan
     }
 }
 
@@ -69,22 +80,25 @@ static void attend(const Attend &pass) {
 struct RowSums {
     double plain, product;
 };
-template <class Term> INLINED RowSums sums_of(long count, Term term) {
-    enum { GROUP = 512 };  // rounding errors grow with how many numbers are added up one by one
-    RowSums sums = {0.0, 0.0};
-    for (long first = 0; first < count; first += GROUP) {
-        const long end = count - first < GROUP ? count : first + GROUP;
-        double plain = 0.0, product = 0.0;
+enum { GROUP = 512 };  // numbers that are added up in vectors, one by one; groups are added up in pairs
+template <class Term> INLINED RowSums sums_of_group(long first, long end, Term term) {
+    double plain = 0.0, product = 0.0;
 #pragma omp simd reduction(+ : plain, product)
-        for (long i = first; i < end; i++) {
-            const RowSums terms = term(i);
-            plain += terms.plain;
-            product += terms.product;
-        }
-        sums.plain += plain;
-        sums.product += product;
+    for (long i = first; i < end; i++) {
+        const RowSums terms = term(i);
+        plain += terms.plain;
+        product += terms.product;
     }
-    return sums;
+    return {plain, product};
+}
+template <class Term> static RowSums sums_of_groups(long first, long end, Term term) {
+    if (end - first <= GROUP) return sums_of_group(first, end, term);
+    const long middle = first + (end - first) / 2 / LANES * LANES;
+    const RowSums a = sums_of_groups(first, middle, term), b = sums_of_groups(middle, end, term);
+    return {a.plain + b.plain, a.product + b.product};
+}
+template <class Term> INLINED RowSums sums_of(long count, Term term) {
+    return count <= GROUP ? sums_of_group(0, count, term) : sums_of_groups(0, count, term);
 }
 
 // A row, and its normalized numbers: those less two numbers, divided by the deviation.
@@ -147,7 +161,9 @@ template <class T> static void add_scale_gradient(const Norm &pass) {
 static void norm(const Norm &pass) {
     auto run = [&](auto one) {
         typedef decltype(one) T;
-        pass.of == NORMAL ? normalize<T>(pass) : pass.of == OF_ROWS ? write_norm_gradient<T>(pass) : add_scale_gradient<T>(pass);
+        if (pass.of == NORMAL) normalize<T>(pass);
+        if (pass.of == OF_ROWS) write_norm_gradient<T>(pass);
+        if (pass.of == OF_SCALE) add_scale_gradient<T>(pass);
     };
     pass.kind == FLOAT64 ? run(double{}) : run(float{});
 }
