@@ -25,8 +25,7 @@ from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.communicators import timeout_seconds
 from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.comm.library import check_mpi, told_gpu_aware
-from pce_mpi.exact.arithmetic import current
-from pce_mpi.loss.kernels import check_choice
+from pce_mpi.exact.arithmetic import check_settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -96,7 +95,7 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
 def _wrong_environment() -> str:
     """Say what is wrong about a variable that is this package's own; '' if nothing is."""
     try:
-        for check in (timeout_seconds, told_gpu_aware, current, check_choice):
+        for check in (timeout_seconds, told_gpu_aware, check_settings):
             check()
     except (ImportError, ValueError) as error:
         return str(error)

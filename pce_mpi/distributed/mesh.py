@@ -21,7 +21,7 @@ from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.pictures import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims, Sharding
-from pce_mpi.exact.arithmetic import current
+from pce_mpi.exact.arithmetic import check_settings, current
 from pce_mpi.floating_point import check_floating_point
 from pce_mpi.pictures import new_figure, svg_or_none
 
@@ -68,7 +68,7 @@ class Mesh:
     TypeError
         If `comm` is no communicator or a size no whole number.
     ValueError
-        If the sizes do not fit.
+        If the sizes do not fit, or a variable of the environment has a wrong value.
     CollectiveError
         If ranks name different dims.
 
@@ -93,6 +93,7 @@ class Mesh:
         sizes: dict[str, int] = {}
         with local_checks() as checks:
             sizes = checked_dims(dims, comm.size)
+            check_settings()  # operations that send nothing would raise on one rank alone
         facts = new_number(), garbage_count()
         said = agree(comm, "Mesh", {"dims": tuple(sizes.items())}, error=checks.error, facts=facts)
         numbers, garbage = said

@@ -20,6 +20,7 @@ from pce_mpi.arrays import array_namespace, is_floating, is_half, number_of, num
 from pce_mpi.comm.collectives import all_reduce, all_to_all, reduce_scatter
 from pce_mpi.exact import functions
 from pce_mpi.exact.sums import average, sums_of_squares
+from pce_mpi.loss.kernels import check_choice
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -172,6 +173,12 @@ def _refuse() -> Arithmetic:
 #: Return the current arithmetic, without entering a Python function. A wrong value of the variable raises in this call
 #: and not in the import, so that a command can report it in one line.
 current = _current.get if _AT_START in ("0", "1") else _refuse
+
+
+def check_settings() -> None:
+    """Raise `ValueError` or `ImportError` if a variable of the environment names no arithmetic, or no kernel."""
+    current()
+    check_choice()
 
 
 @contextmanager

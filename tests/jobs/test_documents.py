@@ -128,7 +128,7 @@ SMALL = ["--max-files=5", "--layers=1", "--width=24", "--batch=3", "--test-token
 def test_first_screen_runs_have_one_fingerprint():
     export, *lines = next(text for _, text in BLOCKS["README.md"] if "--fingerprint" in text).splitlines()
     commands, shown = [line.removeprefix("$ ").split() for line in lines[::2]], lines[1::2]
-    assert export == "$ export PCE_MPI_REPRODUCIBLE=1"
+    assert export == "$ export PCE_MPI_REPRODUCIBLE=1 OMP_NUM_THREADS=1"
     jobs = [launch(int(words[2]), *words[6:], *SMALL, env={"PCE_MPI_REPRODUCIBLE": "1"}) for words in commands]
     found = [line for job in jobs for line in re.findall("^step 3  .*$", job.stdout, re.MULTILINE)]
     for each in (found, shown):

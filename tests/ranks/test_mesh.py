@@ -61,6 +61,17 @@ def test_mesh_takes_whole_sizes_and_free_names(comm):
     assert mesh != Mesh(comm, comm=1, self=comm.size, array=1)
 
 
+def test_wrong_kernel_of_one_rank_is_refused(comm, monkeypatch):
+    def refuse():
+        raise ValueError("PCE_MPI_KERNEL must be another")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr("pce_mpi.exact.arithmetic.check_choice", refuse)
+    name, text = error_of(lambda: Mesh(comm, data=comm.size))
+    assert name == "ValueError"
+    assert text.startswith("PCE_MPI_KERNEL must be another")
+
+
 def test_mesh_over_some_of_ranks(comm):
     mine = comm.Split(comm.rank % 2)
     mesh = Mesh(mine, data=mine.size)
