@@ -195,7 +195,7 @@ def _without(shape: Shape, axis: int) -> Shape:
 
 def _factors(scale: tuple[Array, ...], count: int) -> Array:
     """Return the scale for compiled loops."""
-    return np.require(scale[0], np.float64, "CA") if scale else np.ones(count)
+    return np.require(scale[0], np.float64, ("C", "A")) if scale else np.ones(count)
 
 
 def _row_sums(x: Array, factor: Array, center: bool) -> Array:
