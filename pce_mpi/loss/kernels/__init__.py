@@ -30,6 +30,10 @@ with suppress(ImportError):
 sets_arithmetic = standard_arithmetic is not nullcontext
 
 _VARIABLE = "PCE_MPI_KERNEL"
+_REMEDY = (
+    "If pce_mpi is a clone, install it with pip install -e; if there was no C++ compiler, install g++ or clang++, and "
+    "then pce_mpi again with pip's --no-cache-dir and --force-reinstall"
+)
 
 
 def kernel_of(array: Any) -> ModuleType:
@@ -67,12 +71,11 @@ def host_kernel() -> ModuleType:
         from pce_mpi.loss.kernels import compiled
     except ImportError as error:
         if wanted:
-            raise ImportError(f"{_VARIABLE}={wanted}, but the compiled kernel is not installed: {error}") from error
+            text = f"{_VARIABLE}={wanted}, but the compiled kernel is not installed: {error}. {_REMEDY}"
+            raise ImportError(text) from error
         warnings.warn(
             f"pce_mpi in {Path(__file__).parents[2]} has no compiled kernel: the loss has the same bits, but takes "
-            "100 times as long, and gelu, attention and norms take longer. If that is a clone, install it with pip "
-            "install -e; if there was no C++ compiler, install g++ or clang++, and then pce_mpi again with pip's "
-            "--no-cache-dir and --force-reinstall",
+            f"100 times as long, and gelu, attention and norms take longer. {_REMEDY}",
             stacklevel=2,
         )
         return definition
