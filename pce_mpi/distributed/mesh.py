@@ -69,6 +69,8 @@ class Mesh:
         If `comm` is no communicator or a size no whole number.
     ValueError
         If the sizes do not fit, or a variable of the environment has a wrong value.
+    ImportError
+        If `PCE_MPI_KERNEL` asks for the compiled kernel, which is not installed.
     CollectiveError
         If ranks name different dims.
 

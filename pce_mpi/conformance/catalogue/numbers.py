@@ -16,8 +16,8 @@ CASES = Cases()
 
 @CASES.case("random-logits/{dtype}")
 def _random_logits(setting: Setting) -> Problem:
-    """What every test of such a loss has: random logits, equal shards, p(target) near 0. Who fails here has the formula
-    wrong.
+    """Random logits, equal shards, p(target) near 0, as every test of such a loss has them. A candidate that fails here
+    has the formula wrong.
     """
     return random_problem(setting)
 

@@ -101,7 +101,7 @@ ENTROPY = Kind(
     arrays=("logits",),
     tell=_tell,
     catches={
-        "random-logits": "What every test has: random logits, equal shards. Who fails here has the formula wrong.",
+        "random-logits": "Random logits, equal shards: a candidate that fails here has the formula wrong.",
         "reduction": "One entropy for each row, once, and not once for each rank.",
         "p-near-1": "One class has nearly all of the probability: a difference of large numbers has no digits.",
         "p-equal-1": "One class has all of the probability: the entropy is 0 and so is its gradient, not nan.",

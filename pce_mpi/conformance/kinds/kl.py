@@ -217,7 +217,7 @@ KL = Kind(
     fitted=drawn_teacher,
     cases=CASES,
     catches={
-        "random-logits": "What every test has: random logits, equal shards. Who fails here has the formula wrong.",
+        "random-logits": "Random logits, equal shards: a candidate that fails here has the formula wrong.",
         "p-near-1": "Student and teacher are nearly certain of one class: p - q computed after both were rounded.",
         "p-equal-1": "One class has all of the student's probability.",
         "offset": "Differences of logits and a logsumexp, which lose what an offset common to all classes pushes out.",
