@@ -50,6 +50,7 @@ def end_job(comm: MPI.Intracomm, program: str, kind: type, error: BaseException,
     if comm.rank == 0 or not alike:
         print(f"{program}: error: {str(error) or 'out of memory'}", file=sys.stderr, flush=True)
     if not alike:
+        time.sleep(0.5)  # mpiexec may end before it has passed on a line that was printed just now
         comm.Abort(1)
     comm.Barrier()
     MPI.Finalize()  # as above
