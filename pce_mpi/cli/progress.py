@@ -36,7 +36,7 @@ class Bar:
         self._work, self.total, self._shown = work, total, shown
         self.done = 0
         self._name = self._printed_text = ""
-        self._last_line = time.monotonic()
+        self._begin = self._last_line = time.monotonic()
         self._tqdm: Any = None
         if shown and sys.stderr.isatty():
             try:
@@ -66,8 +66,16 @@ class Bar:
         if self._tqdm is not None:
             self._tqdm.set_postfix_str(text, refresh=False)
             self._tqdm.update()
-        if worth_a_line or (self._tqdm is None and self._is_line_due()):
+        if worth_a_line:
             self.say(f"{self._work} {self.done}/{self.total}  {text}")
+        elif self._tqdm is None and self._is_line_due():
+            self.say(f"{self._work} {self.done}/{self.total}  {text}{self._time_left()}")
+
+    def _time_left(self) -> str:
+        """If every item takes as long as those that are done: what a bar of tqdm shows too."""
+        seconds = (time.monotonic() - self._begin) / self.done * (self.total - self.done)
+        time_left = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        return f", {time_left} left" if self.done < self.total else ""
 
     def _is_line_due(self) -> bool:
         parts, before = (_PARTS * done // self.total for done in (self.done, self.done - 1))

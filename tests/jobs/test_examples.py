@@ -367,7 +367,9 @@ def test_rank_0_alone_prints_result(trained_on_a_slice):
     assert float(perplexities[1][1]) < float(perplexities[0][1])
     assert output.stdout.count("\nraise ValueError(|") == 1
     assert "\r" not in output.stderr
-    told = re.findall(rf"^training (\d+)/{STEPS}  loss \d\.\d+, \d+ s$", output.stderr, re.MULTILINE)
+    told = re.findall(
+        rf"^training (\d+)/{STEPS}  loss \d\.\d+, \d+ s(?:, \d+ (?:s|min) left)?$", output.stderr, re.MULTILINE
+    )
     assert len(set(told)) == len(told) == len(output.stderr.splitlines())
     assert {str(step) for step in range(STEPS // 10, STEPS + 1, STEPS // 10)} <= set(told)
 

@@ -56,6 +56,17 @@ def test_log_of_slow_steps_gets_line_per_minute(clock, capsys):
     assert done == [3, 6, 9, 12, 15, 18]  # every 75 s
 
 
+def test_line_of_log_says_what_time_is_left(clock, capsys):
+    bar = Bar("training", 400)
+    for number in range(400):
+        clock.now += 1 if number < 200 else 0.1
+        bar.finished(f"loss {number}")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "training 40/400  loss 39, 6 min left"
+    assert lines[-2] == "training 360/400  loss 359, 24 s left"
+    assert lines[-1] == "training 400/400  loss 399"
+
+
 def test_log_gets_every_line_that_is_worth_it(clock, capsys):
     bar = Bar("conformance", 100)
     for number in range(5):
