@@ -30,7 +30,7 @@ ROWS, WIDTH, CLASSES, CHOSEN, T, RATE, STEPS = 64, 32, 1001, 16, 2.0, 40.0, 40
 
 
 def all_classes(student, teacher, ids):
-    return T**2 * pce.kl_divergence(student, teacher, temperature=T)
+    return T**2 * pce.kl_divergence(student, teacher, logit_scale=1 / T)
 
 
 def rest_mass_dropped(student, teacher, ids):

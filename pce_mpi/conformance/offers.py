@@ -49,7 +49,7 @@ class Offer:
     options : tuple of str
         The keywords that it takes: "weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap"; of
         a divergence "temperature" alone; of log-probabilities and entropies "support"; of hidden @ w "temperature" and
-        "bias".
+        "bias". The logits are multiplied by "logit_scale" and divided by "temperature".
     reductions : tuple of str
         The reductions of the losses per row: "mean", "sum", "none".
     ignore_index : int, optional

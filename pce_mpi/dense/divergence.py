@@ -31,15 +31,15 @@ def kl_divergence_value_and_grad(
     teacher: ArrayLike,
     *,
     direction: str = "forward",
-    temperature: float = 1.0,
+    logit_scale: float = 1.0,
     rows: ArrayLike | None = None,
     reduction: str = "mean",
     axis: int = -1,
 ) -> KLValueAndGrad:
     """Compute the divergence of two softmaxes and its gradients, in float64, from the textbook.
 
-    With s and t the softmax of student / temperature and teacher / temperature, and KL(p || q) = sum_c p_c log(p_c /
-    q_c), it is KL(t || s), KL(s || t), or (KL(s || m) + KL(t || m)) / 2 with m = (s + t) / 2. A class with p_c = 0
+    With s and t the softmax of logit_scale student and logit_scale teacher, and KL(p || q) = sum_c p_c log(p_c / q_c),
+    it is KL(t || s), KL(s || t), or (KL(s || m) + KL(t || m)) / 2 with m = (s + t) / 2. A class with p_c = 0
     contributes 0. The textbook loses what a divergence below some 1e-8 is made of.
 
     Parameters
@@ -48,8 +48,8 @@ def kl_divergence_value_and_grad(
         Logits of one shape, which has a class axis.
     direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
         KL(t || s), KL(s || t), or the mean of two divergences.
-    temperature : float, default 1.0
-        The logits are divided by it.
+    logit_scale : float, default 1.0
+        The factor of the logits: 1 / T for a temperature T.
     rows : array_like of bool, optional
         The rows that count, shaped as the logits without the class axis.
     reduction : {"mean", "sum", "none"}, default "mean"
@@ -78,7 +78,7 @@ def kl_divergence_value_and_grad(
     x, y = (np.moveaxis(np.asarray(each).astype(np.float64), axis, -1) for each in (student, teacher))
     counts = np.ones(x.shape[:-1], bool) if rows is None else np.asarray(rows)
     with np.errstate(all="ignore"):
-        of_both = (softmax(z, z, z.argmax(axis=-1), None) for z in (x / temperature, y / temperature))
+        of_both = (softmax(z, z, z.argmax(axis=-1), None) for z in (logit_scale * x, logit_scale * y))
         (s, log_s), (t, log_t) = ((p, -nll) for p, _, nll, _ in of_both)
         if direction == "forward":
             divergence, dt = _kl(t, log_t, log_s)
@@ -93,7 +93,7 @@ def kl_divergence_value_and_grad(
             divergence, ds, dt = (of_s + of_t) / 2.0, ds / 2.0, dt / 2.0
         divergence = np.where(counts, divergence, 0.0)
         divisor = counts.sum() if reduction == "mean" else 1
-        factor = 1.0 / (temperature * divisor) if divisor else np.nan
+        factor = logit_scale / divisor if divisor else np.nan
         ds, dt = (np.moveaxis(np.where(counts[..., None], each * factor, 0.0), -1, axis) for each in (ds, dt))
         if reduction == "mean":
             divergence = divergence.sum() / divisor if divisor else np.asarray(np.nan)

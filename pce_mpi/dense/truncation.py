@@ -35,12 +35,12 @@ def nucleus(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    temperature: float = 1.0,
+    logit_scale: float = 1.0,
     axis: int = -1,
 ) -> Nucleus:
     """Find the classes that top-k, then top-p, then min-p leave: a stable sort of each row, and sums in longdouble.
 
-    With z = logits / temperature and classes in the order of their logits, the largest first and the lowest class first
+    With z = logit_scale logits and classes in the order of their logits, the largest first and the lowest class first
     among equal ones: top-k keeps the classes whose logit is at least the k-th, all equal ones included. Top-p keeps,
     of these, each class before which less than top_p of their mass comes. Min-p keeps, of these, each class whose
     probability is at least min_p times the largest. Where the mass before a class is top_p but for rounding, another
@@ -52,8 +52,8 @@ def nucleus(
         Any shape that has a class axis. A class with the logit -inf is never kept.
     top_k, top_p, min_p : optional
         At least 1; in (0, 1]; in [0, 1]. None leaves a step out.
-    temperature : float, default 1.0
-        Positive.
+    logit_scale : float, default 1.0
+        Positive: 1 / T for a temperature T.
     axis : int, default -1
         The class axis.
 
@@ -69,7 +69,7 @@ def nucleus(
     (array([0, 1]), array([0, 2]), array([0.8]))
     """
     x = np.moveaxis(np.asarray(logits).astype(np.float64), axis, -1)
-    rows = [_row(row, top_k, top_p, min_p, temperature) for row in x.reshape(-1, x.shape[-1])]
+    rows = [_row(row, top_k, top_p, min_p, logit_scale) for row in x.reshape(-1, x.shape[-1])]
     ids = np.concatenate([np.empty(0, np.int64), *(np.sort(kept) for kept, _, _ in rows)])
     offsets = np.cumsum([0, *(len(kept) for kept, _, _ in rows)], dtype=np.int64)
     mass, log_mass = (np.array([row[i] for row in rows], np.float64).reshape(x.shape[:-1]) for i in (1, 2))
@@ -77,14 +77,14 @@ def nucleus(
 
 
 def _row(
-    x: Array, top_k: int | None, top_p: float | None, min_p: float | None, temperature: float
+    x: Array, top_k: int | None, top_p: float | None, min_p: float | None, logit_scale: float
 ) -> tuple[Array, Any, Any]:
     """Return the classes kept, most probable first, their mass and its logarithm."""
     order = np.argsort(-x, kind="stable")
     order = order[x[order] > -np.inf]
     if not order.size or not np.isfinite(x).any() or np.isnan(x).any() or x.max() == np.inf:
         return np.empty(0, np.int64), np.nan, np.nan
-    z = x[order].astype(np.longdouble) / temperature
+    z = logit_scale * x[order].astype(np.longdouble)
     e = np.exp(z - z[0])
     kept = np.ones(len(e), np.bool_)
     if top_k is not None:

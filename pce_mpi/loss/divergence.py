@@ -19,7 +19,7 @@ from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.kernels import converted, host_kernel, standard_arithmetic
 from pce_mpi.loss.kernels.elementary import SINGLE
 from pce_mpi.loss.kernels.parameters import GradientOf, Pair
-from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, takes
+from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, check_scale_is_near, takes
 from pce_mpi.loss.passes import PassResiduals, in_rows, probability_rows, reduced, row_softmax
 from pce_mpi.loss.problem import Problem, check, rows_and_classes, upstream_of
 from pce_mpi.loss.softmax_state import StateFields
@@ -34,14 +34,14 @@ HostArray = np.ndarray[Any, Any]
 def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]) -> Array:
     """Compute the divergence of two softmaxes whose classes are sharded over the ranks of `comm`, in nats.
 
-    Each rank passes its own classes of the same rows. With s and t the softmax of student / temperature and teacher /
-    temperature over the classes of all shards, m = (s + t) / 2 and KL(p || q) = sum_c p_c log(p_c / q_c), it is
+    Each rank passes its own classes of the same rows. With s and t the softmax of logit_scale student and logit_scale
+    teacher over the classes of all shards, m = (s + t) / 2 and KL(p || q) = sum_c p_c log(p_c / q_c), it is
 
         "forward"           KL(t || s)
         "reverse"           KL(s || t)
         "jensen-shannon"    (KL(s || m) + KL(t || m)) / 2
 
-    Nothing is multiplied by temperature**2. A class with p_c = 0 contributes 0, whatever q_c is.
+    Nothing is divided by logit_scale**2. A class with p_c = 0 contributes 0, whatever q_c is.
 
     Parameters
     ----------
@@ -51,8 +51,8 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
         The class axis.
     direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
         The divergence.
-    temperature : float, default 1.0
-        The divisor of both logits, positive.
+    logit_scale : float, default 1.0
+        The factor of both logits, from 2**-64 to 2**64: 1 / T for a temperature T.
     rows : array of bool, optional
         True for rows that count, shaped as the logits without the class axis; the same on every rank of `comm`. Other
         rows have the divergence 0 and zero gradients, whatever their logits are.
@@ -137,7 +137,7 @@ def kl_divergence_forward(
     ----------
     student, teacher : array
         Those of `kl_divergence`. They must not change until the last backward pass.
-    axis, direction, temperature, rows, reduction, compute_dtype : optional
+    axis, direction, logit_scale, rows, reduction, compute_dtype : optional
         Those of `kl_divergence`.
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.
@@ -170,8 +170,8 @@ def kl_divergence_backward(
 ) -> Array:
     """Compute the gradient of the student's logits, or of the teacher's, from the gradient of the divergence.
 
-    With D the divergence of a row, x the logits of the student, y those of the teacher, and all of it divided by
-    temperature,
+    With D the divergence of a row, x the logits of the student, y those of the teacher, and all of it times
+    logit_scale,
 
         forward           dx_c = s_c - t_c                              dy_c = t_c (log(t_c / s_c) - D)
         reverse           dx_c = s_c (log(s_c / t_c) - D)               dy_c = t_c - s_c
@@ -245,7 +245,7 @@ def kl_divergence_value_and_grad(
     out : array of a floating dtype, optional
         The array for the gradient. It has the student's shape and is exactly its logits, which are then overwritten, or
         shares no memory with another argument.
-    axis, direction, temperature, rows, reduction, compute_dtype : optional
+    axis, direction, logit_scale, rows, reduction, compute_dtype : optional
         Those of `kl_divergence`.
     comm, class_start, num_classes, batch_comm : optional
         Those of `softmax_cross_entropy`.
@@ -285,6 +285,7 @@ def prepare(options: Options, student: Any, teacher: Any, **more: Any) -> Proble
 def _check(options: Options, student: Any, teacher: Any, **more: Any) -> Problem:
     beside = {"teacher": as_array(teacher, "teacher")}
     problem = check(options, student, None, needs_targets=False, name="student", beside=beside, **more)
+    check_scale_is_near(problem.options)
     problem.targets_name = "rows"
     problem.also = {"teacher's dtype": name_of(beside["teacher"].dtype), "rows given": options.rows is not None}
     if options.rows is not None:

@@ -30,6 +30,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LARGEST = np.iinfo(np.int64).max
 _LARGEST_MARGIN = 1000.0
+# Words of others for an option, with the option that has the same meaning and the formula of its value.
+_OTHER_NAMES = {"temperature": ("logit_scale", "1 / temperature")}
 
 
 class Reduction(StrEnum):
@@ -122,7 +124,7 @@ class DivergenceOptions(AxisOptions, total=False):
     """The options of `kl_divergence` on distributed arrays."""
 
     direction: str  # "forward", "reverse" or "jensen-shannon"
-    temperature: float  # both softmaxes are taken of logits / temperature
+    logit_scale: float  # both softmaxes are taken of logit_scale x
     rows: Any  # the rows that count
     reduction: str  # "none", "sum" or "mean"
     compute_dtype: Any  # float32 or float64: the dtype of the divergence
@@ -181,7 +183,6 @@ class Options:
     num_classes: int | None = None
     batch_comm: Any = None
     direction: str = "forward"
-    temperature: float = 1.0
     rows: Any = None
     bias: Any = None
     chunk: int | None = None
@@ -202,7 +203,11 @@ class Options:
         for name in given:
             if name not in known.__optional_keys__:
                 options = ", ".join([*own, *known.__annotations__])
-                raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; its options are {options}")
+                ours, formula = _OTHER_NAMES.get(name, (None, ""))
+                said = f"; {ours} = {formula}" if ours in (*own, *known.__annotations__) else ""
+                raise TypeError(
+                    f"{function}() got an unexpected keyword argument {name!r}{said}; its options are {options}"
+                )
         return cls._of({"operation": function, **(groups_wrapped(given) if "torch" in sys.modules else given)})
 
     def with_checked(self, values: Mapping[str, Any], weight: Array | None) -> Options:
@@ -276,9 +281,6 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
     for name, value in (("logit_scale", logit_scale), ("softcap", softcap)):
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
-    temperature = real(options.temperature, "temperature")
-    if not 2.0**-64 <= temperature <= 2.0**64:
-        raise ValueError(f"temperature must be from 2**-64 to 2**64, got {temperature}")
     z_loss = real(options.z_loss, "z_loss")
     if not math.isfinite(z_loss):
         raise ValueError(f"z_loss must be finite, got {z_loss}")
@@ -305,12 +307,17 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         "softcap": softcap,
         "reduction": Reduction(reduction),
         "direction": Direction(options.direction),
-        "temperature": temperature,
         "chunk": None if chunk is None else integer(chunk, "chunk"),
         "rounded_gradient": flag(options.rounded_gradient, "rounded_gradient"),
     }
     arithmetic = DOUBLE if values["compute_dtype"] == np.float64 else SINGLE
-    return Numbers(values, Transform(logit_scale / temperature, softcap, margin or NO_MARGIN), arithmetic)
+    return Numbers(values, Transform(logit_scale, softcap, margin or NO_MARGIN), arithmetic)
+
+
+def check_scale_is_near(options: Options) -> None:
+    """Raise unless products with the scale, and with its inverse, stay far from the limits of float64."""
+    if not 2.0**-64 <= options.logit_scale <= 2.0**64:
+        raise ValueError(f"logit_scale must be from 2**-64 to 2**64, got {options.logit_scale}")
 
 
 def _checked_margin(margin: Any) -> tuple[float, float, float]:

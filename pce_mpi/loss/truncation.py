@@ -21,7 +21,7 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.hollow import Hollow
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.kernels.elementary import Arithmetic, log, log1p
-from pce_mpi.loss.options import Options
+from pce_mpi.loss.options import Options, check_scale_is_near
 from pce_mpi.loss.problem import Problem, check
 from pce_mpi.loss.sets import Shard, mass_of, shard_of
 from pce_mpi.scalars import integer, real
@@ -91,6 +91,7 @@ def nucleus_of(options: Options, logits: Any, limits: Limits) -> Nucleus:
 def _check(options: Options, logits: Any, limits: Limits) -> Problem:
     limits = limits.checked()
     problem = check(options, logits, None, needs_targets=False)
+    check_scale_is_near(problem.options)
     if type(problem.logits) is Hollow:
         raise TypeError("nucleus takes no hollow arrays: how many classes are kept depends on elements")
     problem.also = limits._asdict()
@@ -129,7 +130,7 @@ def _kept(shard: Shard, limits: Limits, arithmetic: Arithmetic) -> _Kept:
         tied = -((less - needed) // each)
         mass, tied = less + tied * each, tied.astype(np.int64)
     if limits.min_p is not None:
-        distance = shard.problem.options.temperature * float(log(np.array([limits.min_p]))[0])
+        distance = float(log(np.array([limits.min_p]))[0]) / shard.problem.options.logit_scale
         _, _, least = shard.search(lambda a: a, lambda a: a - top < distance, value, value)
         is_less, value = least > value, np.maximum(least, value)
         mass = np.where(is_less, mass_of(shard.of(value), arithmetic), mass)

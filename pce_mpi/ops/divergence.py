@@ -66,14 +66,14 @@ _KL_DIVERGENCE = Op(
 def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]) -> Any:
     """Compute the divergence of two softmaxes over all classes, in nats: of distributed arrays, or of plain shards.
 
-    With s and t the softmax of student / temperature and teacher / temperature, m = (s + t) / 2 and KL(p || q) =
+    With s and t the softmax of logit_scale student and logit_scale teacher, m = (s + t) / 2 and KL(p || q) =
     sum_c p_c log(p_c / q_c), it is
 
         "forward"           KL(t || s)
         "reverse"           KL(s || t)
         "jensen-shannon"    (KL(s || m) + KL(t || m)) / 2
 
-    Nothing is multiplied by temperature**2. A class with p_c = 0 contributes 0, whatever q_c is.
+    Nothing is divided by logit_scale**2. A class with p_c = 0 contributes 0, whatever q_c is.
 
     Parameters
     ----------
@@ -85,8 +85,8 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
         The class axis.
     direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
         The divergence.
-    temperature : float, default 1.0
-        The divisor of both logits, positive.
+    logit_scale : float, default 1.0
+        The factor of both logits, from 2**-64 to 2**64: 1 / T for a temperature T.
     rows : DistArray or array of bool, optional
         True for rows that count, shaped as the logits without the class axis: global beside a distributed array, else
         the same on every rank of `comm`. Other rows have the divergence 0 and zero gradients, whatever their logits

@@ -30,20 +30,19 @@ def nucleus(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    temperature: float = 1.0,
+    logit_scale: float = 1.0,
     **options: Unpack[ShardedAxisOptions],
 ) -> Nucleus:
     """Find the classes of rows that top-k, then top-p, then min-p leave, of a distributed array or of plain shards.
 
-    The steps and their order are those of Hugging Face's transformers, in exact arithmetic: with z = logits /
-    temperature and p the softmax of z, and classes in the order of their logits, the largest first and among equal ones
-    the lowest class first,
+    The steps and their order are those of Hugging Face's transformers, in exact arithmetic: with z =
+    logit_scale x, x being the logits, p the softmax of z, and classes in the order of their logits, the largest first
+    and among equal ones the lowest class first,
 
     - top-k keeps the classes whose logit is at least the k-th, all that are equal to it included;
     - top-p keeps, of these, each class before which less than `top_p` of their mass comes: all up to and including the
       one that reaches it, and so at least one. Among equal logits those of the lowest classes are kept;
-    - min-p keeps, of these, each class c with p_c >= `min_p` max p, decided as x_c - max x >= temperature log(min_p)
-      for logits x.
+    - min-p keeps, of these, each class c with p_c >= `min_p` max p, decided as x_c - max x >= log(min_p) / logit_scale.
 
     Parameters
     ----------
@@ -54,9 +53,8 @@ def nucleus(
         At least 1; more than there are classes are all.
     top_p, min_p : float, optional
         In (0, 1] and [0, 1]; 1 and 0 keep all.
-    temperature : float, default 1.0
-        Positive. It changes the mass of a class and never the order of two. z is the logit times 1 / temperature,
-        rounded to float64, as with `logit_scale`.
+    logit_scale : float, default 1.0
+        From 2**-64 to 2**64: 1 / T for a temperature T. It changes the mass of a class and never the order of two.
     axis : int, default -1
         The class axis.
     comm, class_start, num_classes : optional
@@ -72,7 +70,7 @@ def nucleus(
     Raises
     ------
     ValueError
-        For a limit or a temperature out of range.
+        For a limit or a scale out of range.
     TypeError
         For hollow arrays, as the number of classes that are kept depends on elements; for the options of plain shards
         beside a distributed array. All other errors are those of `softmax_cross_entropy`, on every rank.
@@ -100,10 +98,10 @@ def nucleus(
     >>> pce.nucleus(pce.distribute(x, pce.Mesh(MPI.COMM_SELF, data=1), data=pce.Shard(0)), top_k=1).ids
     array([0, 1])
     """
-    limits, own = Limits(top_k, top_p, min_p), (*Limits._fields, "temperature")
+    limits, own = Limits(top_k, top_p, min_p), (*Limits._fields, "logit_scale")
     if not isinstance(logits, DistArray):
         with standard_arithmetic():
-            given = replace(Options.of("nucleus", options, ShardedAxisOptions, *own), temperature=temperature)
+            given = replace(Options.of("nucleus", options, ShardedAxisOptions, *own), logit_scale=logit_scale)
             return nucleus_of(given, logits, limits)
     axis = normalized_axis(Options.of("nucleus", options, AxisOptions, *own).axis, logits.ndim)
     with cause("nucleus", reason="the logits are reduced"):
@@ -114,7 +112,7 @@ def nucleus(
     checked = Options(
         operation="nucleus",
         axis=axis,
-        temperature=temperature,
+        logit_scale=logit_scale,
         comm=mesh.comm(*over) if over else None,
         num_classes=x.shape[axis] or None,  # no classes raise an error of their own
         over=text_of_dims(over),

@@ -167,8 +167,8 @@ def divergence_digest(dtype: Any, kind: str) -> str:
     teacher = (student.astype(np.float64) + probabilities * 2.0**10).astype(np.float32)
     start, stop = ends_of(comm.size)[comm.rank : comm.rank + 2]
     results: list[Any] = []
-    for direction, temperature in (("forward", 1.0), ("reverse", 0.7), ("jensen-shannon", 2.0)):
-        options: Any = {"direction": direction, "temperature": temperature, "rows": targets >= 0, "reduction": "none"}
+    for direction, scale in (("forward", 1.0), ("reverse", 1 / 0.7), ("jensen-shannon", 0.5)):
+        options: Any = {"direction": direction, "logit_scale": scale, "rows": targets >= 0, "reduction": "none"}
         shards = student[:, start:stop].copy(), teacher[:, start:stop].copy()
         divergence, residuals = pce.kl_divergence_forward(*shards, comm=comm, class_start=start, **options)
         gradients = [pce.kl_divergence_backward(1.0, residuals, of=of).astype(float) for of in ("student", "teacher")]
@@ -210,7 +210,7 @@ def nucleus_digest(dtype: Any, kind: str) -> str:
     mine = logits[:, start:stop].copy()
     limits: list[dict[str, Any]] = [
         {"top_k": 40},
-        {"top_p": 0.9, "temperature": 0.7},
+        {"top_p": 0.9, "logit_scale": 1 / 0.7},
         {"top_k": 300, "top_p": 0.5, "min_p": 0.01},
     ]
     return digest_of(*(each for given in limits for each in pce.nucleus(mine, comm=comm, class_start=start, **given)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pce_mpi as pce
-from ranks.warpers import drawn, reason
+from ranks.warpers import drawn, our_limits, reason
 
 ROWS = 100_000
 
@@ -48,7 +48,7 @@ def test_each_row_that_differs_has_reason(sampler):
         if sampler is vllm:  # it has a min-p elsewhere, before the other two
             options = options | {"min_p": None}
         limits = {name: value for name, value in options.items() if name != "temperature"}
-        nucleus = pce.nucleus(x, **options)
+        nucleus = pce.nucleus(x, **our_limits(options))
         ours = np.zeros(x.shape, np.bool_)
         ours[np.repeat(np.arange(len(x)), np.diff(nucleus.offsets)), nucleus.ids] = True
         z = torch.from_numpy(x.astype(np.float32)) / options["temperature"]

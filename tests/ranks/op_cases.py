@@ -606,9 +606,9 @@ def _kl_divergence(student: Array, teacher: Array, counted: Array | None = None,
 
 LOSSES = [
     _kl_divergence(normal(5, 4), normal(5, 4)),
-    _kl_divergence(normal(4, 5), normal(4, 5), booleans(5), axis=0, direction="reverse", temperature=2.0),
+    _kl_divergence(normal(4, 5), normal(4, 5), booleans(5), axis=0, direction="reverse", logit_scale=0.5),
     _kl_divergence(normal(2, 4, 3), normal(2, 4, 3), booleans(2, 3), axis=1, reduction="none"),
-    _kl_divergence(normal(5, 4), normal(5, 4), direction="jensen-shannon", reduction="sum", temperature=0.5),
+    _kl_divergence(normal(5, 4), normal(5, 4), direction="jensen-shannon", reduction="sum", logit_scale=2.0),
     _cross_entropy(normal(5, 4), integers(4, 5)),
     _cross_entropy(normal(5, 4) * 4, np.array([0, -100, 3, 1, -100]), reduction="sum"),
     _cross_entropy(normal(5, 4), np.array([0, 1, 3, 1, 0]), positive(4), ignore_index=1),

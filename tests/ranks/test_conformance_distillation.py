@@ -34,7 +34,7 @@ def ours(direction, squared):
     )
     def divergence(student, teacher, *, temperature=1.0, **options):
         factor = temperature**2 if squared else 1.0
-        options |= {"direction": direction, "temperature": temperature}
+        options |= {"direction": direction, "logit_scale": 1 / temperature}
         value, residuals = pce.kl_divergence_forward(student, teacher, **options)
         return value * value.dtype.type(factor), lambda dloss: pce.kl_divergence_backward(dloss * factor, residuals)
 

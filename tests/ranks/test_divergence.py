@@ -23,8 +23,8 @@ DIRECTIONS = ["forward", "reverse", "jensen-shannon"]
 ROWS, CLASSES = 9, 37
 OPTIONS = {
     "mean": {},
-    "sum": {"reduction": "sum", "temperature": 2.0},
-    "none": {"reduction": "none", "temperature": 0.7},
+    "sum": {"reduction": "sum", "logit_scale": 0.5},
+    "none": {"reduction": "none", "logit_scale": 1 / 0.7},
     "rows": {"rows": np.arange(ROWS) % 3 != 1},
     "no rows": {"rows": np.zeros(ROWS, bool)},
 }
@@ -65,7 +65,7 @@ def sharded(comm, student, teacher, how="balanced", **options):
 @by_direction
 def test_gradients_of_dense_divergence_are_finite_differences(direction):
     student, teacher = draw()
-    options = {"direction": direction, "temperature": 1.3, "rows": np.arange(ROWS) != 4}
+    options = {"direction": direction, "logit_scale": 0.77, "rows": np.arange(ROWS) != 4}
     found = dense.kl_divergence_value_and_grad(student, teacher, **options)
     eps = 2.0**-17
     for at, gradient in enumerate((found.dstudent, found.dteacher)):
@@ -125,7 +125,7 @@ def test_divergence_and_gradients_have_all_digits(direction, name, dtype):
         if name == "masked" and direction == "reverse":
             student = np.where(teacher == -np.inf, -np.inf, student).astype(dtype)
         exact = exact_divergence(*(each.astype(np.float64) for each in (student, teacher)), direction, scale)
-        options = {"direction": direction, "temperature": 1 / scale, "reduction": "none"}
+        options = {"direction": direction, "logit_scale": scale, "reduction": "none"}
         divergence, *gradients = both_gradients(student[None], teacher[None], **options)
         assert worst(divergence, exact.divergence.near, dtype, None, exact.divergence.rest) <= tolerance
         for got, expected, size in zip(gradients, exact.gradients, exact.sizes, strict=True):
@@ -141,7 +141,7 @@ def test_equal_logits_have_no_divergence(comm, direction):
         others = logits.astype(np.float32) if dtype is not np.float64 else logits
         for teacher in (logits, others):
             divergence, dstudent, dteacher, _ = sharded(
-                comm, logits, teacher, direction=direction, temperature=3.0, reduction="none"
+                comm, logits, teacher, direction=direction, logit_scale=1 / 3, reduction="none"
             )
             assert not divergence.any()
             assert not dstudent.any()
@@ -320,8 +320,9 @@ WRONG = [
     ({"teacher": np.zeros((ROWS, CLASSES), int)}, TypeError, "teacher must be float16, bfloat16, float32 or float64"),
     ({"student": np.zeros((ROWS, CLASSES), complex)}, TypeError, "student must be float16"),
     ({"direction": "backward"}, ValueError, "direction must be 'forward', 'reverse' or 'jensen-shannon', got"),
-    ({"temperature": 0.0}, ValueError, r"temperature must be from 2\*\*-64 to 2\*\*64, got 0.0"),
-    ({"temperature": "1"}, TypeError, "temperature"),
+    ({"logit_scale": 0.0}, ValueError, "logit_scale must be positive and finite, got 0.0"),
+    ({"logit_scale": 1e20}, ValueError, r"logit_scale must be from 2\*\*-64 to 2\*\*64, got 1e\+20"),
+    ({"logit_scale": "1"}, TypeError, "logit_scale"),
     ({"reduction": "batchmean"}, ValueError, "reduction must be"),
     ({"rows": np.ones(ROWS)}, TypeError, "rows must be bool, got float64"),
     ({"rows": np.ones(ROWS - 1, bool)}, ValueError, "rows must have the logits' shape without the class axis"),
@@ -351,7 +352,7 @@ def test_ranks_disagree_on_divergence(comm):
     first = comm.rank == 0
     for change, text in (
         ({"direction": "reverse" if first else "forward"}, "direction"),
-        ({"temperature": 2.0 if first else 1.0}, "temperature"),
+        ({"logit_scale": 2.0 if first else 1.0}, "logit_scale"),
         ({"teacher": right["teacher"].astype(np.float16 if first else np.float32)}, "teacher's dtype"),
         ({"rows": np.ones(ROWS, bool) if first else None}, "rows given"),
         ({"rows": np.arange(ROWS) > first}, "the values of rows"),
@@ -383,7 +384,7 @@ def test_divergence_of_distributed_arrays_has_same_bits(comm, direction, reprodu
     student, teacher = draw(np.float32)
     mesh = mesh_of(comm, *squarest(comm.size))
     for reduction, counts in itertools.product(("mean", "none"), (None, np.arange(ROWS) % 3 != 1)):
-        options = {"direction": direction, "reduction": reduction, "rows": counts, "temperature": 2.0}
+        options = {"direction": direction, "reduction": reduction, "rows": counts, "logit_scale": 0.5}
         expected = both_gradients(student, teacher, **options)
         for placed in ({"model": Shard(1)}, {"data": Shard(0), "model": Shard(1)}, {"data": Shard(1)}):
             x, y = (pce.distribute(each, mesh, requires_grad=True, **placed) for each in (student, teacher))

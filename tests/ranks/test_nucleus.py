@@ -19,7 +19,7 @@ from pce_mpi.loss.kernels.parameters import Transform
 from ranks.grids import mesh_of, squarest
 from ranks.placed import SUM, error_of
 from ranks.problems import is_same
-from ranks.warpers import drawn, hugging_face, reason, vllm
+from ranks.warpers import drawn, hugging_face, our_limits, reason, vllm
 from ulps import MASS, errors
 
 ROWS, CLASSES = 9, 301
@@ -28,7 +28,7 @@ LIMITS = [
     {},
     {"top_k": 3},
     {"top_k": 1000, "min_p": 0.25},
-    {"top_p": 0.9, "temperature": 0.7},
+    {"top_p": 0.9, "logit_scale": 1 / 0.7},
     {"top_k": 40, "top_p": 0.5, "min_p": 0.01},
     {"top_p": 1.0, "min_p": 1.0},
 ]
@@ -48,9 +48,9 @@ def same(found, expected):
     return all(map(is_same, found, expected))
 
 
-def brute_force(x, arithmetic, top_k=None, top_p=None, min_p=None, temperature=1.0):
+def brute_force(x, arithmetic, top_k=None, top_p=None, min_p=None, logit_scale=1.0):
     """The classes kept of a row of finite logits, one after the other, by Python's integers and fractions."""
-    e = exponential(x, Transform(1 / temperature), arithmetic)
+    e = exponential(x, Transform(logit_scale), arithmetic)
     unit = arithmetic.width * (int(e.n[x.argmax()]) // arithmetic.width - 2)
     mass = [
         math.floor(int(fixed) * Fraction(2) ** (int(n) - arithmetic.point - unit))
@@ -63,7 +63,7 @@ def brute_force(x, arithmetic, top_k=None, top_p=None, min_p=None, temperature=1
     before = itertools.accumulate((mass[c] for c in order), initial=0)
     kept = [c for c, less in zip(order, before, strict=False) if top_p in (None, 1.0) or less < Fraction(top_p) * total]
     if min_p:
-        kept = [c for c in kept if float(x[c]) - float(x.max()) >= temperature * math.log(min_p)]
+        kept = [c for c in kept if float(x[c]) - float(x.max()) >= math.log(min_p) / logit_scale]
     return sorted(kept), Fraction(sum(mass[c] for c in kept), sum(mass))
 
 
@@ -76,7 +76,7 @@ def test_sets_are_those_of_exact_integers():
             "top_k": [None, 1, 7, 500][rng.integers(4)],
             "top_p": [None, 0.5, 0.9, 1 - 2**-20][rng.integers(4)],
             "min_p": [None, 0.3, 1e-9][rng.integers(3)],
-            "temperature": [1.0, 0.7, 4.0][rng.integers(3)],
+            "logit_scale": [1.0, 1.4, 0.25][rng.integers(3)],
         }
         found = pce.nucleus(x, **limits)
         for row, (start, stop) in enumerate(itertools.pairwise(found.offsets)):
@@ -125,7 +125,7 @@ def test_min_p_is_decided_by_distance_from_largest():
     assert kept_of(x, min_p=0.5) == [0, 1]
     assert kept_of(x, min_p=0.0) == [0, 1, 2]
     assert kept_of([3, 3, np.nextafter(np.float32(3), np.float32(0))], min_p=1.0) == [0, 1]
-    assert kept_of(x, min_p=0.5, temperature=0.9) == [0]
+    assert kept_of(x, min_p=0.5, logit_scale=1.1) == [0]
     assert kept_of(x, min_p=1e-300) == [0, 1, 2]
     assert kept_of([5, 5, 5, 0, 0, 0], top_p=0.995) == [0, 1, 2, 3]
     assert kept_of([5, 5, 5, 0, 0, 0], top_p=0.995, min_p=0.5) == [0, 1, 2]
@@ -157,7 +157,7 @@ def test_log_of_mass_keeps_digits_near_1():
 def test_huge_logits_keep_largest_alone():
     assert kept_of([3e38, -3e38, 2.9e38], top_p=0.99) == [0]
     x = np.array([1e308, -1e308, 1e308])
-    found = pce.nucleus(x, top_p=0.99, temperature=0.5)
+    found = pce.nucleus(x, top_p=0.99, logit_scale=2.0)
     assert (found.ids.tolist(), float(found.mass)) == ([0, 2], 1.0)
 
 
@@ -167,7 +167,7 @@ def test_huge_logits_keep_largest_alone():
 def test_rows_are_those_of_samplers_but_for_rounding():
     found = Counter()
     for x, options in drawn(6000):
-        nucleus = pce.nucleus(x, **options)
+        nucleus = pce.nucleus(x, **our_limits(options))
         ours = np.zeros(x.shape, np.bool_)
         ours[np.repeat(np.arange(len(x)), np.diff(nucleus.offsets)), nucleus.ids] = True
         for theirs in (hugging_face, vllm) if options["min_p"] is None else (hugging_face,):
@@ -234,8 +234,8 @@ def test_kernels_find_same_sets(monkeypatch):
         ({"top_p": math.nan}, ValueError, r"top_p must be in \(0, 1\], got nan"),
         ({"min_p": -0.1}, ValueError, r"min_p must be in \[0, 1\], got -0.1"),
         ({"min_p": "0.1"}, TypeError, "min_p must be a real number, got '0.1'"),
-        ({"temperature": 0.0}, ValueError, "temperature must be from"),
-        ({"temperature": 1e-310}, ValueError, "temperature must be from"),
+        ({"logit_scale": 0.0}, ValueError, "logit_scale must be positive"),
+        ({"logit_scale": 1e-310}, ValueError, "logit_scale must be from"),
         ({"logits": np.zeros((ROWS, 2), int)}, TypeError, "logits must be float16"),
         ({"logits": hollow((ROWS, 2))}, TypeError, "nucleus takes no hollow arrays"),
         ({"axis": 2}, ValueError, "axis = 2 is out of bounds"),
@@ -253,7 +253,7 @@ def test_wrong_limit_of_one_rank_raises_on_all(comm, change, error, text):
     assert len(pce.nucleus(**right).offsets) == ROWS + 1
 
 
-@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "temperature"])
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "logit_scale"])
 def test_limits_that_differ_raise_on_all(comm, name, several):
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
     given = {name: 1 if comm.rank else (2 if name == "top_k" else 0.5)}

@@ -72,6 +72,23 @@ def test_unknown_keyword_raises_the_type_error_of_python(function, keyword):
     assert str(raised.value) == f"{begin}; its options are {options}"
 
 
+def taking(name, *modules):
+    """The public functions that have a parameter of this name."""
+    functions = {getattr(module, each) for module in modules for each in module.__all__}
+    found = [each for each in functions if inspect.isfunction(each) and name in inspect.signature(each).parameters]
+    return sorted(found, key=lambda each: each.__name__)
+
+
+@pytest.mark.parametrize("function", taking("logit_scale", pce), ids=lambda each: each.__name__)
+def test_temperature_raises_and_names_the_scale(comm, function):
+    assert not taking("temperature", pce, pce.dense)
+    x = pce.distribute(np.zeros((2, 2)), alone())
+    required = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
+    given_arrays = [x if function.__module__.startswith("pce_mpi.ops") else x.full() for _ in required]
+    with pytest.raises(TypeError, match="argument 'temperature'; logit_scale = 1 / temperature; its options are"):
+        function(*given_arrays, temperature=2.0)
+
+
 def test_every_option_has_a_default():
     added = {"operation", "over", "batch_over", "found", "support_rows"}
     known = (LossOptions, LinearOptions, StatisticsOptions, ShardedDivergenceOptions)

@@ -250,7 +250,7 @@ def assert_divergence_as_dense(found, student, teacher, options):
     exact = pce.dense.kl_divergence_value_and_grad(student, teacher, **options)
     of_rows = pce.dense.kl_divergence_value_and_grad(student, teacher, **options | {"reduction": "none"}).divergence
     given_logits = [each.astype(np.float64) for each in (student, teacher)]
-    known = [each[np.isfinite(each)] / options["temperature"] for each in given_logits]
+    known = [each[np.isfinite(each)] * options["logit_scale"] for each in given_logits]
     spread = 1.0 + sum(np.ptp(each) for each in known if each.size)
     largest = 1.0 + sum(np.abs(each).max(initial=0.0) for each in known)
     unit = np.finfo(found[0].dtype).eps * (DIVERGENCE if found[0].dtype == np.float32 else WIDE_DIVERGENCE)
@@ -259,7 +259,7 @@ def assert_divergence_as_dense(found, student, teacher, options):
     finite = np.isfinite(of_rows)  # dense has nan where a divergence is infinite
     for got, wanted in zip(found[1:], exact[1:], strict=True):
         got, wanted = (np.moveaxis(each, options["axis"], -1)[finite] for each in (got, wanted))
-        limit = ROUNDED_ONCE * ulp(wanted, got.dtype) + (unit * spread + of_dense) / options["temperature"]
+        limit = ROUNDED_ONCE * ulp(wanted, got.dtype) + (unit * spread + of_dense) * options["logit_scale"]
         assert np.all(np.abs(got - wanted) <= limit)
     options = options | {"rows": options["rows"] & finite, "reduction": "sum"}
     along, step = np.random.default_rng(8).uniform(-1, 1, (2, *student.shape)), np.finfo(np.float64).eps ** (1 / 3)
@@ -276,18 +276,18 @@ def assert_divergence_as_dense(found, student, teacher, options):
     dtype=st.sampled_from(FLOATS),
     distance=st.sampled_from([0.0, 1e-3, 1.0, None]),
     direction=st.sampled_from(DIRECTIONS),
-    temperature=st.sampled_from([0.5, 1.0, 3.0]),
+    scale=st.sampled_from([2.0, 1.0, 1 / 3]),
     compute=st.sampled_from([None, np.float64]),
 )
 @settings(max_examples=60)
-def test_divergences_have_bits_of_one_process(comm, data, problem, dtype, distance, direction, temperature, compute):
+def test_divergences_have_bits_of_one_process(comm, data, problem, dtype, distance, direction, scale, compute):
     start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     student, noise = problem.logits, rng.standard_normal(problem.logits.shape)
     with np.errstate(all="ignore"):
         apart = np.where(noise < -1.5, -np.inf, 3 * noise)
         teacher = (apart if distance is None else student.astype(np.float64) + distance * noise).astype(dtype)
-    options = {"direction": direction, "temperature": temperature, "reduction": problem.reduction, "axis": problem.axis}
+    options = {"direction": direction, "logit_scale": scale, "reduction": problem.reduction, "axis": problem.axis}
     options["rows"] = rng.random(problem.rows_shape) < 0.8
     expected = both_gradients(student, teacher, compute_dtype=compute, **options)
     mine = [Part(start, stop).of(each, problem.axis) for each in (student, teacher)]
@@ -307,14 +307,14 @@ def test_divergences_have_bits_of_one_process(comm, data, problem, dtype, distan
     top_k=st.none() | st.integers(1, 50),
     top_p=st.none() | numbers(1e-3, 1),
     min_p=st.none() | numbers(0, 1),
-    temperature=st.just(1.0) | numbers(0.1, 10),
+    scale=st.just(1.0) | numbers(0.1, 10),
     ties=st.booleans(),
 )
 @settings(max_examples=40)
-def test_sets_of_classes_are_those_of_dense(comm, data, problem, top_k, top_p, min_p, temperature, ties):
+def test_sets_of_classes_are_those_of_dense(comm, data, problem, top_k, top_p, min_p, scale, ties):
     start, stop = ranges(data.draw, problem.classes, comm.size)[comm.rank]
     logits = np.round(problem.logits / 2).astype(problem.logits.dtype) if ties else problem.logits
-    limits = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature, "axis": problem.axis}
+    limits = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "logit_scale": scale, "axis": problem.axis}
     expected = pce.nucleus(logits, **limits)
     mine = Part(start, stop).of(logits, problem.axis)
     found = pce.nucleus(mine, comm=comm, class_start=start, **limits)

@@ -86,7 +86,7 @@ def choice(at: At) -> dict[str, Any]:
 
 
 def divergence(at: At) -> dict[str, Any]:
-    options = {"direction": "reverse", "temperature": 2.0, "rows": at.targets >= 0, "reduction": "sum", "axis": -1}
+    options = {"direction": "reverse", "logit_scale": 2.0, "rows": at.targets >= 0, "reduction": "sum", "axis": -1}
     more = {"compute_dtype": np.float64, "batch_comm": MPI.COMM_SELF}
     return {"student": at.logits, "teacher": at.logits + 1.0, **options, **more, **plain(at)}
 
@@ -186,7 +186,7 @@ CALLS: dict[str, Callable[[At], dict[str, Any]]] = {
     "linear_cross_entropy_value_and_grad": linear,
     "matmul": lambda at: {"/x": at.x(), "/y": np.ones((3, 2))},
     "nucleus": lambda at: {
-        **{"logits": at.logits, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "temperature": 1.0, "axis": -1},
+        **{"logits": at.logits, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "logit_scale": 1.0, "axis": -1},
         **plain(at),
     },
     "kl_divergence": divergence,

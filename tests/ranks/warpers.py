@@ -70,6 +70,12 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def our_limits(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `pce.nucleus` for those of a sampler."""
+    limits = {name: value for name, value in options.items() if name != "temperature"}
+    return limits | {"logit_scale": 1 / options["temperature"]}
+
+
 def drawn(rows: int, seed: int = 0) -> Iterator[tuple[Array, dict[str, Any]]]:
     """Yield `rows` rows or a few more, of all kinds, in parts with the options of each; a fiftieth of them wide."""
     rng = np.random.default_rng(seed)

@@ -38,7 +38,7 @@ def of_problem(problem: Problem, student: Array, teacher: Array) -> tuple[Array,
         student,
         teacher,
         direction=problem.conventions["direction"],
-        temperature=temperature,
+        logit_scale=1.0 / temperature,
         reduction=problem.reduction,
         axis=problem.axis,
     )

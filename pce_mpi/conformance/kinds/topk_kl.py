@@ -46,7 +46,7 @@ def _dropped(student: Array, teacher: Array, chosen: Array, scale: float) -> tup
 
 def _renormalized(student: Array, teacher: Array, chosen: Array, scale: float) -> tuple[Array, Array]:
     within = (np.where(chosen, each, -np.inf) for each in (student, teacher))
-    found = dense.kl_divergence_value_and_grad(*within, temperature=1.0 / scale, reduction="none")
+    found = dense.kl_divergence_value_and_grad(*within, logit_scale=scale, reduction="none")
     return found.divergence, found.dstudent
 
 
@@ -57,7 +57,7 @@ def _bucket(student: Array, teacher: Array, chosen: Array, scale: float) -> tupl
     within, beyond = ([np.where(mask, each, -np.inf) for each in pair] for mask in (chosen, ~chosen))
     masses = [dense.class_statistics(scale * each).logsumexp[:, None] / scale for each in beyond]
     with_bucket = [np.append(each, mass, axis=-1) for each, mass in zip(within, masses, strict=True)]
-    found = dense.kl_divergence_value_and_grad(*with_bucket, temperature=1.0 / scale, reduction="none")
+    found = dense.kl_divergence_value_and_grad(*with_bucket, logit_scale=scale, reduction="none")
     share = np.where(chosen, 0.0, np.exp(scale * (beyond[0] - masses[0])))
     return found.divergence, found.dstudent[:, :-1] + found.dstudent[:, -1:] * share
 
