@@ -7,28 +7,32 @@ starts the ranks itself, and never uses MPI in its own process. `judge` reads fi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import contextlib
 from difflib import get_close_matches
 import io
+import json
 import os
 import re
-import select
-import signal
 import sys
 import textwrap
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from pce_mpi import __version__
 from pce_mpi.cli import bench, check, conformance, info, judge, rehearse
-from pce_mpi.comm.agreement import agree
+from pce_mpi.cli.streams import Stream, Unwritten
+from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.communicators import timeout_seconds
 from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.comm.library import check_mpi, told_gpu_aware
+from pce_mpi.conformance.texts import bounded
 from pce_mpi.exact.arithmetic import check_settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+# The characters that a rank tells the others when it fails.
+_MOST_TEXT = 10_000
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,24 +43,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what a terminal or a file in another encoding cannot show
             stream.reconfigure(errors="backslashreplace")
-    with _quiet_once_nobody_reads():
-        arguments = sys.argv[1:] if arguments is None else arguments
-        if arguments[:1] == ["conformance"] and not (launch() and {"-h", "--help"} & {*arguments}):
-            status = conformance.status_as_rank()
-            if status is None and (wrong := _wrong_environment()):
-                print(f"error: {wrong}", file=sys.stderr)
-                status = 2
-            sys.exit(conformance.run(_parsed(arguments)) if status is None else status)
-        sys.exit(_status_on_ranks(arguments))
+    outputs = Stream(sys.stdout), Stream(sys.stderr)
+    with contextlib.redirect_stdout(cast(TextIO, outputs[0])), contextlib.redirect_stderr(cast(TextIO, outputs[1])):
+        try:
+            sys.exit(_status(sys.argv[1:] if arguments is None else arguments))
+        except SystemExit:
+            sys.stdout.flush()  # which may raise `Unwritten`
+            raise
+
+
+def _status(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["conformance"] and not (launch() and {"-h", "--help"} & {*arguments}):
+        status = conformance.status_as_rank()
+        if status is None and (wrong := _wrong_environment()):
+            print(f"error: {wrong}", file=sys.stderr)
+            status = 2
+        return conformance.run(_parsed(arguments)) if status is None else status
+    return _status_on_ranks(arguments)
 
 
 def _status_on_ranks(arguments: Sequence[str]) -> int:
     comm = _world()
+    words = io.StringIO()
     with contextlib.ExitStack() as stack:
         if comm is not None and comm.rank > 0:
-            silence = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(silence))
-            stack.enter_context(contextlib.redirect_stderr(silence))
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            stack.enter_context(contextlib.redirect_stderr(words))
         wrong = _wrong_environment()
         if comm is not None:  # not by an agreement, whose time limit may be what is wrong
             wrong = next(filter(None, comm.allgather(wrong)), "")
@@ -66,17 +78,11 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
                 comm.Barrier()  # as below
             return 2
         try:
-            options = _parsed(arguments)
-        except SystemExit:
-            if comm is not None:
-                # The first rank to leave may end the job: not before rank 0 has printed.
-                agree(comm, "command line", {})
-            raise
-        apart = why_apart(comm)
-        if apart and options.run is not info.run:  # info reports it
-            sys.exit(f"error: {apart}")
-        try:
-            status: int = options.run(options, comm)
+            status = _ran(arguments, comm)
+            if comm is None or comm.size == 1:
+                return status
+            sys.stdout.flush()  # the first rank to leave may end the job: not before rank 0 has printed
+            return _worst_status(status, words.getvalue(), comm)
         except BaseException as error:
             if comm is not None and comm.size > 1:
                 from mpi4py.run import set_abort_status
@@ -85,11 +91,31 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
                 set_abort_status(error)
                 error.add_note(f"on rank {comm.rank} of {comm.size}")
             raise
-        if status and comm is not None:
-            with contextlib.suppress(BrokenPipeError):  # which ends rank 0 later
-                print(end="", flush=True)
-            agree(comm, "command line", {})  # as above
+
+
+def _ran(arguments: Sequence[str], comm: MPI.Intracomm | None) -> int:
+    """Run a command on this rank, and return its status."""
+    try:
+        options = _parsed(arguments)
+    except Unwritten:
+        raise
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    if (apart := why_apart(comm)) and options.run is not info.run:  # info reports it
+        print(f"error: {apart}", file=sys.stderr)
+        return 1
+    status: int = options.run(options, comm)
     return status
+
+
+def _worst_status(status: int, words: str, comm: MPI.Intracomm) -> int:
+    """Return the worst status of all ranks; rank 0 repeats the words of the first that failed, if it did not itself."""
+    texts = all_gather_text(json.dumps([status, bounded(words, _MOST_TEXT)]), comm, operation="command line")
+    ended = [json.loads(text) for text in texts]
+    if not ended[0][0] and (failed := [rank for rank, (its, _) in enumerate(ended) if its]):
+        its, words = ended[failed[0]]
+        print(f"on rank {failed[0]} of {comm.size}: {words.rstrip() or f'error: status {its}'}", file=sys.stderr)
+    return max(its for its, _ in ended)
 
 
 def _wrong_environment() -> str:
@@ -100,46 +126,6 @@ def _wrong_environment() -> str:
     except (ImportError, ValueError) as error:
         return str(error)
     return ""
-
-
-@contextlib.contextmanager
-def _quiet_once_nobody_reads() -> Iterator[None]:
-    """If the reader of the output has closed it, as `head` does, exit with the status of SIGPIPE."""
-    try:
-        try:
-            yield
-        except SystemExit as ended:
-            try:
-                print(end="", flush=True)  # later errors would be reported
-            except BrokenPipeError:
-                raise
-            except OSError as error:
-                with open(os.devnull, "w") as devnull:
-                    os.dup2(devnull.fileno(), sys.stdout.fileno())
-                if ended.code != 2:
-                    print(f"error: standard output: {error.strerror}", file=sys.stderr)
-                    sys.exit(2)
-            raise
-    except BrokenPipeError:
-        unread = [stream for stream in (sys.stdout, sys.stderr) if _is_unread(stream)]
-        if not unread:
-            raise  # another pipe has broken
-        with open(os.devnull, "w") as devnull:
-            for stream in unread:
-                os.dup2(devnull.fileno(), stream.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-
-
-def _is_unread(stream: TextIO) -> bool:
-    try:
-        stream.flush()
-        poll = select.poll()
-        poll.register(stream, select.POLLOUT)
-        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-    except BrokenPipeError:
-        return True
-    except (AttributeError, OSError, ValueError):  # None, no file, closed
-        return False
 
 
 def _world() -> MPI.Intracomm | None:

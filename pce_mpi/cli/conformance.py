@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
         raise _UsageError(wrong)
     renderers = _renderers(options)
     if options.list:
-        _print(_listed(orders, timeout, display) + "\n")
+        print(_listed(orders, timeout, display))
         return 0
     if options.export is not None:
         from pce_mpi.conformance import bit_vectors, vectors
@@ -108,7 +108,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
                 count = bit_vectors.export(options.export)
             else:
                 count = vectors.export(options.export, seed=orders.seed, **some)
-        _print(f"{count} vectors in {options.export}\n")
+        print(f"{count} vectors in {options.export}")
         return 0
     if options.report is not None:
         report = _earlier(options.report)
@@ -142,9 +142,7 @@ def _written(report: Report, renderers: dict[Path, Callable[[Report], str]]) -> 
     """Print the report, write it to the files whatever becomes of that, and return True if all of it was written."""
     problems = []
     try:
-        _print(terminal.render(report))
-    except _UsageError as error:
-        problems.append(str(error))
+        print(terminal.render(report), end="", flush=True)
     finally:
         for path, render in renderers.items():
             try:
@@ -154,15 +152,6 @@ def _written(report: Report, renderers: dict[Path, Callable[[Report], str]]) -> 
         for problem in problems:
             _wrong(f"the report could not be written to {problem}")
     return not problems
-
-
-def _print(text: str) -> None:
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise _UsageError(f"standard output: {_why(error)}") from error
 
 
 def _sizes(options: argparse.Namespace) -> list[int]:
@@ -254,7 +243,7 @@ def _functions_in(path: Path) -> list[str]:
 
 
 class _UsageError(Exception):
-    """A name on the command line, or standard output, cannot be used."""
+    """A name on the command line cannot be used."""
 
 
 @contextmanager

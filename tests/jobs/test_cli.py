@@ -2,13 +2,17 @@
 
 import json
 import os
+from pathlib import Path
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from typing import get_type_hints
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jobs.launch import ROOT, complete, job_command, job_environment, launch
 from patience import slowdown
@@ -21,13 +25,39 @@ COMMAND = ["-m", "pce_mpi"]
 SMALL_BENCH = ["bench", "--rows=8", "--classes=50", "--repeat=1"]
 
 
-def unread(command, *, env, stderr=subprocess.PIPE):
+PROGRAM = """
+import numpy as np, pce_mpi as pce
+def program(mesh):
+    pce.sum(pce.distribute(np.ones((8, 4)), mesh, data=pce.Shard(0))).full(rehearsed=np.float64(0))
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a recording, a rehearsed program, and one that cannot be rehearsed on rank 1."""
+    monkeypatch.chdir(tmp_path)
+    tensors = {"logits": np.zeros((9, 4), np.float32), "targets": np.arange(9) % 4}
+    tensors["loss"] = np.full(9, np.log(4.0), np.float32)
+    save_file(tensors, "right.safetensors", {"rank": "0", "ranks": "1"})
+    save_file(tensors | {"loss": np.ones(9, np.float32)}, "wrong.safetensors", {"rank": "0", "ranks": "1"})
+    Path("own.py").write_text(PROGRAM)
+    Path("elsewhere.py").write_text(
+        f"from mpi4py import MPI\n{PROGRAM}\nif MPI.COMM_WORLD.rank == 1:\n    {{}}['key']\n"
+    )
+    return tmp_path
+
+
+REHEARSE = ["rehearse", "own.py", "--mesh=data=2"]
+JUDGE = ["judge", "right.safetensors"]
+
+
+def unread(command, *, env, stderr=subprocess.PIPE, cwd=ROOT):
     """Run a command whose output nobody reads, as after `| head`, only sooner."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
         return subprocess.run(
-            command, cwd=ROOT, env=env, stdout=writer, stderr=stderr, text=True, timeout=60 * slowdown()
+            command, cwd=cwd, env=env, stdout=writer, stderr=stderr, text=True, timeout=60 * slowdown()
         )
     finally:
         os.close(writer)
@@ -259,14 +289,63 @@ def test_version_is_printed_once():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["conformance", "--list"], ["conformance", "--help"], ["info"], ["check"], SMALL_BENCH, ["--help"], ["--version"]],
+    [
+        *(["conformance", "--list"], ["conformance", "--help"], ["info"], ["check"], SMALL_BENCH),
+        *(["--help"], ["--version"], JUDGE, REHEARSE),
+    ],
     ids=" ".join,
 )
-def test_unread_output_ends_quietly(arguments):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_unread_output_ends_quietly(arguments, unbuffered, here):
     # Buffered output fails when the buffer is full, or at the end.
-    done = unread([sys.executable, *COMMAND, *arguments], env=job_environment(1) | {"PYTHONUNBUFFERED": ""})
+    env = job_environment(1) | {"PYTHONUNBUFFERED": unbuffered}
+    done = unread([sys.executable, *COMMAND, *arguments], env=env, cwd=here)
     assert done.returncode == 128 + signal.SIGPIPE
-    assert re.fullmatch(r"(bench 1/1 .*\n)?", done.stderr)
+    assert re.fullmatch(r"((bench|judge) 1/1 .*\n)?", done.stderr)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
+@pytest.mark.parametrize(
+    "arguments",
+    [["info"], ["check"], SMALL_BENCH, ["--version"], JUDGE, ["judge", "wrong.safetensors"], REHEARSE],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_disk_is_said_in_a_line(arguments, unbuffered, here):
+    command = shlex.join([sys.executable, *COMMAND, *arguments])
+    done = complete(
+        ["sh", "-c", f"{command} > /dev/full"], cwd=here, env=job_environment(1) | {"PYTHONUNBUFFERED": unbuffered}
+    )
+    assert done.returncode == 2
+    line = "error: standard output: No space left on device\n"
+    assert re.fullmatch(rf"((bench|judge) 1/1 .*\n)?{line}", done.stderr), done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
+@pytest.mark.parametrize(
+    ("arguments", "status", "shown"),
+    [
+        (JUDGE, 0, "\n\nright\n"),
+        (["judge", "wrong.safetensors"], 1, "\n\nwrong\n"),
+        (["judge", "missing"], 2, ""),
+        (SMALL_BENCH, 0, "value_and_grad"),
+        (["conformance", "pce", "-n=1", "--case=random-logits/float32"], 0, "1 case passed"),
+    ],
+    ids=str,
+)
+def test_full_disk_of_progress_loses_no_report(arguments, status, shown, here):
+    command = shlex.join([sys.executable, *COMMAND, *arguments])
+    done = complete(["sh", "-c", f"{command} 2> /dev/full"], cwd=here, env=job_environment(1))
+    assert done.returncode == status
+    assert shown in done.stdout
+
+
+def test_words_of_a_rank_that_fails_alone_are_shown(here):
+    job = launch(3, *COMMAND, "rehearse", str(here / "elsewhere.py"), "--mesh=data=2", env={"PCE_MPI_TIMEOUT": "20"})
+    assert job.returncode == 2
+    told = re.escape(f"on rank 1 of 3: error: {here / 'elsewhere.py'}:8: {{}}['key']\nKeyError: 'key'\n")
+    assert len(re.findall(told, job.stderr)) == 1, job.stderr
+    assert "Traceback" not in job.stderr and "all_reduce" in job.stdout
 
 
 @pytest.mark.parametrize("arguments", [["info"], ["check"], ["--help"]], ids=" ".join)

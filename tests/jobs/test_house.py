@@ -236,6 +236,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
         set(),
         [
             room("arguments", standard_library_only=True),
+            room("streams", standard_library_only=True),
             room("progress"),
             room("gpus"),
             room("links"),
