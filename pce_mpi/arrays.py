@@ -142,6 +142,10 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
     return is_half(dtype) or (dtype.name in ("float32", "float64") and dtype.isnative)
 
 
+#: the dtypes of distributed arrays, in words
+REAL = "bool, integers, float16, bfloat16, float32 or float64 in native byte order"
+
+
 @cache
 def is_real(dtype: np.dtype[Any]) -> bool:
     """Return whether distributed arrays may have `dtype`: bool, integers, and the four of `is_floating`."""

@@ -18,7 +18,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half, is_real
+from pce_mpi.arrays import REAL, array_namespace, is_half, is_real
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.recording import put_on_tape
@@ -241,7 +241,7 @@ def _result(op: Op, local: Any, inputs: Sequence[DistArray], planned: _Planned) 
     given, local = local, xp.asarray(local)
     if not is_real(local.dtype):
         what = f"{type(given).__name__} ({local.dtype})"
-        raise TypeError(f"{op.name} must give an array of bool, integers or real numbers, got {what}")
+        raise TypeError(f"{op.name} must give an array of {REAL}, got {what}")
     # A view of a made array changes when the made array is written to.
     computed = not op.views or all(x.computed for x in inputs)
     if computed:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_floating, is_real
+from pce_mpi.arrays import REAL, array_namespace, as_array, check_one_library, is_floating, is_real
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.hollow import hollow
@@ -69,5 +69,5 @@ def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: st
         )  # bfloat16 is not NumPy's
     array = xp.asarray(value) if isinstance(value, np.generic) else as_array(value, name)
     if not is_real(array.dtype):
-        raise TypeError(f"{name} must be bool, integers or real numbers, got {array.dtype}")
+        raise TypeError(f"{name} must be {REAL}, got {array.dtype}")
     return array

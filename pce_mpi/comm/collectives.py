@@ -4,14 +4,15 @@ Every function is collective over its `comm`, an mpi4py intracommunicator, and w
 `communicators.py` keeps, where waiting is bounded; `all_reduce` and `all_gather` also over a `TorchGroup`. Callers have
 agreed on operation, dtype and shapes, and call inside a `tracing.cause`.
 
-Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. float16 and bfloat16, for which MPI has no
-datatype, are sent as float32. A CuPy array is copied through pinned host memory and back to its GPU, or is passed to
-MPI as it is if the MPI library is GPU-aware and the reduction is MPI's own. In both cases every function waits for the
-current stream.
+Arrays are NumPy or CuPy, of any shape and memory order, empty ones included. float16 and bfloat16, for which not every
+library has a datatype and a sum, are sent as float32. A CuPy array is copied through pinned host memory and back to its
+GPU, or is passed to MPI as it is if the MPI library is GPU-aware and the reduction is MPI's own. In both cases every
+function waits for the current stream.
 """
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 import math
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,8 +21,8 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.comm.buffers import concatenated, from_wire, room_for, split, stays_on_gpu, to_wire, wire_dtype
-from pce_mpi.comm.communicators import channel_of
-from pce_mpi.comm.library import mpi, reduces_on_gpus
+from pce_mpi.comm.communicators import channel_of, has_abandoned
+from pce_mpi.comm.library import mpi, reduces_on_gpus, takes_large_counts
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.torch_group import TorchGroup
 from pce_mpi.comm.tracing import Purpose, current_cause, record
@@ -81,6 +82,7 @@ def start_all_reduce(
     received = wire if overwrite else xp.empty_like(wire)
     ours, result, handle = wire, received, op if callable(op) else _MERGES[op]
     if not in_torch:
+        _check_count(wire.size, why.operation)
         handle, datatype = _operator(op, wire.dtype)
         ours = mpi().IN_PLACE if overwrite else [wire, wire.size, datatype]
         result = [received, received.size, datatype]
@@ -88,6 +90,8 @@ def start_all_reduce(
 
     def finish() -> Array:
         pending.wait()
+        if op == "sum" and received.dtype.kind == "f":
+            _make_nan_canonical(received)
         return from_wire(received if element is None else received.view(sent.dtype), array).reshape(array.shape)
 
     return finish
@@ -135,11 +139,22 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp) -
     channel = channel_of(comm, why.operation)
     handle, datatype = (None, None) if channel is comm else _operator(op, sent.dtype)
     mine = blocks[channel.rank]
+    if channel is not comm:
+        _check_count(flat.size, why.operation)
     received = room_for(mine.size, sent, flat)
     ours, result = [sent, sent.size, datatype], [received, received.size, datatype]
     counts = [block.size for block in blocks]
     channel.run(why, "reduce_scatter", sent.nbytes, channel.comm.Ireduce_scatter, ours, result, counts, handle)
     return from_wire(received, mine).reshape(mine.shape)
+
+
+def _check_count(count: int, operation: str) -> None:
+    """Raise `ValueError`, as every other rank does, if MPI's reductions do not take so many elements."""
+    if count > MOST_ELEMENTS and not takes_large_counts():
+        raise ValueError(
+            f"{operation}: this MPI library reduces at most {MOST_ELEMENTS:,} elements at a time, got {count:,}; shard "
+            "the array over another dim, or take an MPI library of version 4 of the standard, such as MPICH"
+        )
 
 
 def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:
@@ -177,6 +192,13 @@ def _make_canonical(values: np.ndarray[Any, Any]) -> None:
         values[np.isnan(values)] = np.nan
 
 
+@np.errstate(all="ignore")
+def _make_nan_canonical(sums: Array) -> None:
+    """Give every nan the same bits: MPI's own sum leaves each rank a nan of its own."""
+    if sums.max(initial=-math.inf) != sums.max(initial=-math.inf):
+        sums[array_namespace(sums).isnan(sums)] = math.nan
+
+
 # What MPI does by its own operators, if it is not MPI that reduces.
 _MERGES: dict[str, Merge] = {"sum": _sum, "max": _largest, "min": _smallest}
 
@@ -200,6 +222,16 @@ def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Dat
     return known
 
 
+@atexit.register
+def _free_operators() -> None:
+    """Free what MPI holds, before mpi4py ends it; a reduction that was given up may still call an operator."""
+    if _operators and not has_abandoned() and not mpi().Is_finalized():
+        while _operators:
+            for handle in _operators.popitem()[1]:
+                handle.Free()
+
+
 # mpi4py has room for 32 operators in a process, with the caller's own.
 _MOST_OPERATORS = 12
+MOST_ELEMENTS = 2**31 - 1
 _operators: dict[tuple[Merge, np.dtype[Any]], tuple[MPI.Op, MPI.Datatype]] = {}

@@ -15,7 +15,7 @@ ranks.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 import os
@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.comm.errors import CollectiveTimeout
-from pce_mpi.comm.library import check_mpi, out_of_communicators
+from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
-from pce_mpi.comm.torch_group import TorchGroup
+from pce_mpi.comm.torch_group import TorchGroup, is_process_group
 from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 
 if TYPE_CHECKING:
@@ -189,6 +189,27 @@ class Pending:
 
 #: requests that nobody waits for any more, with the memory that MPI may still read and write
 _abandoned: list[tuple[MPI.Request, tuple[object, ...], Channel]] = []
+
+
+def has_abandoned() -> bool:
+    """Return whether MPI may still be at work for this package, in a collective that was given up."""
+    return bool(_abandoned)
+
+
+def give_up(comms: Iterable[Any], operation: str, error: BaseException) -> None:
+    """Mark communicators as unusable if `error` has ended this rank's call of `operation` and no other rank's.
+
+    The other ranks may be in the middle of the call, and would meet this rank's next one there. An `Exception` is
+    raised alike on every rank; a `KeyboardInterrupt` is this rank's own.
+    """
+    if isinstance(error, Exception):
+        return
+    why = f"{operation} was left by {type(error).__name__}"
+    for comm in comms:
+        if isinstance(comm, TorchGroup) or is_process_group(comm):
+            TorchGroup.give_up(comm, why)
+        elif comm is not None and is_comm(comm) and (channel := comm.Get_attr(_channel_key())) is not None:
+            channel.broken = channel.broken or why
 
 
 def timeout_seconds() -> float:

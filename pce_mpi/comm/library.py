@@ -13,6 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pce_mpi.comm.errors import FORKED
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.torch_group import TorchGroup
 
@@ -46,10 +47,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def check_mpi() -> None:
     """Raise `RuntimeError` unless MPI is running, in this process."""
     if _forked:
-        raise RuntimeError(
-            "this process was forked from a rank and is no rank: only the rank itself communicates. Pass NumPy arrays "
-            "to the process, or start it before MPI is initialized"
-        )
+        raise RuntimeError(FORKED.format("MPI is initialized"))
     is_initialized, is_finalized = _states_of_mpi()
     if not is_initialized():
         raise RuntimeError("MPI has not been initialized: call MPI.Init() first, or leave mpi4py.rc.initialize True")
@@ -81,7 +79,18 @@ def is_comm(comm: Any) -> bool:
 def check_comm(comm: Any, name: str) -> None:
     """Raise `TypeError` unless `is_comm(comm)`."""
     if not is_comm(comm):
-        raise TypeError(f"{name} must be an mpi4py intracommunicator, a process group of torch or None, got {comm!r}")
+        kinds = "an mpi4py intracommunicator, a process group of torch or None"
+        raise TypeError(f"{name} must be {kinds}, got {comm_text(comm)}")
+
+
+def comm_text(comm: Any) -> str:
+    """Describe what is no communicator of this process; MPI must be loaded."""
+    null = mpi().COMM_NULL
+    if comm is null:
+        return "MPI.COMM_NULL, which has no ranks"
+    if isinstance(comm, mpi().Comm) and comm == null:
+        return "a null communicator: it was freed, or Split or Create left this rank out"
+    return repr(comm)
 
 
 def same_ranks(a: Any, b: Any) -> bool:
@@ -99,9 +108,15 @@ def out_of_communicators(operation: str, error: MPI.Exception) -> RuntimeError:
     """Return the error for a communicator that MPI could not make: MPICH gives one to all ranks or to none."""
     reason = str(error).strip().rpartition(": ")[2]
     return RuntimeError(
-        f"{operation}: MPI could not make another communicator ({reason}). It has some 2,000, and each that is used "
-        "here takes two. Free() communicators and drop meshes that are no longer needed, and make each one only once"
+        f"{operation}: MPI could not make another communicator ({reason}). MPICH has some 2,000, and each that is "
+        "used here takes two. Free() communicators and drop meshes that are no longer needed, and make each only once"
     )
+
+
+@cache
+def takes_large_counts() -> bool:
+    """Tell whether a call may have 2**31 elements and more, as MPI 4 says; the counts of Open MPI are of 32 bits."""
+    return bool(mpi().Get_version() >= (4, 0))
 
 
 def gpu_aware() -> tuple[bool, str]:

@@ -10,13 +10,15 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+import os
 import sys
 import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pce_mpi.comm.errors import CollectiveTimeout
+from pce_mpi.comm.errors import FORKED, CollectiveTimeout
 from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 
 HostArray = np.ndarray[Any, Any]
@@ -59,9 +61,18 @@ class TorchGroup:
         waiting_in: str = "",
     ) -> Pending:
         """Record a collective of `size` bytes from this rank and start it."""
+        if _world_of_parent is not None and _world_of_parent is _world():
+            raise RuntimeError(FORKED.format("the process group is made"))
+        if why_broken := _broken.get(self.group):
+            raise CollectiveTimeout(f"this process group is not usable any more: {why_broken}")
         if open_traces():
             record(why, collective, purpose, ranks=self.size, bytes=size)
         return start(*arguments, operation=waiting_in or why.operation)
+
+    @staticmethod
+    def give_up(group: Any, why: str) -> None:
+        """Mark a process group of torch, wrapped or not, as unusable."""
+        _broken.setdefault(group.group if isinstance(group, TorchGroup) else group, why)
 
     def Iallgather(self, mine: HostArray, everyones: HostArray, *, operation: str) -> Pending:
         """Gather blocks of one size."""
@@ -92,6 +103,27 @@ class TorchGroup:
             result[...] = first.reshape(result.shape)
 
         return Pending(self, operation, mine, mine.nbytes, finish)
+
+
+# Process groups that cannot be used any more, and the reasons: a `TorchGroup` is made anew in each call.
+_broken: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_world_of_parent: Any = None
+
+
+def _world() -> Any:
+    """Return torch's default process group, of which all others are parts; None if there is none."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.group.WORLD
+
+
+def _after_fork() -> None:
+    global _world_of_parent
+    _world_of_parent = _world()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Pending:
@@ -136,9 +168,12 @@ def _let_torch_end() -> None:
     atexit.register(time.sleep, 0.1)
 
 
+def is_process_group(value: Any) -> bool:
+    """Return whether `value` is a process group of torch."""
+    kind = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
+    return kind is not None and isinstance(value, kind)
+
+
 def groups_wrapped(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return options in which each process group of torch is a `TorchGroup`."""
-    kind = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
-    if kind is None:
-        return options
-    return {name: TorchGroup(value) if isinstance(value, kind) else value for name, value in options.items()}
+    return {name: TorchGroup(value) if is_process_group(value) else value for name, value in options.items()}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, is_real
+from pce_mpi.arrays import REAL, array_namespace, is_floating, is_real
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.pictures import array_size, draw_array
@@ -485,7 +485,7 @@ def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_gr
     """Return `array`; raise `TypeError` if its dtype has no meaning for these placements."""
     dtype = array.dtype
     if not is_real(dtype):
-        raise TypeError(f"a distributed array holds bool, integers or real numbers, got {dtype}")
+        raise TypeError(f"a distributed array holds {REAL}, got {dtype}")
     if requires_grad and not is_floating(dtype):
         raise TypeError(f"only real numbers have a gradient, got {dtype}")
     for placement in placements.values():

@@ -16,7 +16,7 @@ import weakref
 from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, call_of, local_checks
 from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number
 from pce_mpi.comm.errors import CollectiveError
-from pce_mpi.comm.library import is_comm, out_of_communicators
+from pce_mpi.comm.library import comm_text, is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.pictures import draw_mesh, mesh_size
@@ -79,7 +79,7 @@ class Mesh:
     Collective over `comm`: one Allgather of 56 bytes, and the making and freeing of communicators, which the trace does
     not show. Every rank raises the same error.
 
-    MPI has some 2,000 communicators, and a mesh takes 4 or more: make one mesh, not many. When all of its ranks have
+    MPICH has some 2,000 communicators, and a mesh takes 4 or more: make one mesh, not many. When all of its ranks have
     dropped a mesh, and the communicators that it gave them, they free these as soon as they make another mesh together.
 
     Examples
@@ -91,7 +91,7 @@ class Mesh:
 
     def __init__(self, comm: MPI.Intracomm, /, **dims: int) -> None:
         if not is_comm(comm):
-            raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm!r}")
+            raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm_text(comm)}")
         sizes: dict[str, int] = {}
         with local_checks() as checks:
             sizes = checked_dims(dims, comm.size)

@@ -95,6 +95,11 @@ class LinearStatisticsResiduals(MadeResiduals):
     product: Product
     softmax: list[RowSoftmax]
 
+    @property
+    def _comms(self) -> tuple[Any, ...]:
+        """The communicators over which the backward pass communicates."""
+        return (self.problem.options.comm,)
+
 
 @takes(LinearStatisticsOptions)
 @tensors_for_tensors

@@ -39,6 +39,11 @@ class MadeResiduals:
     made_by: ClassVar[str]
     of_tensors = False  # whether all arrays of the forward pass were torch's
 
+    @property
+    def _comms(self) -> tuple[Any, ...]:
+        """The communicators over which the backward pass communicates."""
+        return ()
+
     @classmethod
     def check(cls, residuals: object) -> None:
         """Raise `TypeError` unless these residuals are of this class."""

@@ -1,4 +1,7 @@
-"""Tensors of torch come out where only tensors go in; torch is imported by those who make them."""
+"""The shell of all functions of plain arrays: tensors of torch come out where only tensors go in.
+
+Torch is imported by those who make them.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,25 @@ from typing import Any
 
 import numpy as np
 
+from pce_mpi.comm.communicators import give_up
 from pce_mpi.loss.options import Function
 from pce_mpi.loss.passes import MadeResiduals
 
 
 def tensors_for_tensors(function: Function) -> Function:
-    """Make the results of a function tensors of torch if all arrays among its arguments are, those of residuals too."""
+    """Make the results of a function tensors of torch if all arrays among its arguments are, those of residuals too.
+
+    A call that is left in the middle, by Ctrl-C, leaves its communicators marked as unusable.
+    """
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        results = function(*arguments, **options)
+        try:
+            results = function(*arguments, **options)
+        except BaseException as error:
+            comms = [comm for each in arguments if isinstance(each, MadeResiduals) for comm in each._comms]
+            give_up([*comms, options.get("comm"), options.get("batch_comm")], function.__name__, error)
+            raise
         if "torch" in sys.modules:
             kinds = set(_kinds((*arguments, *options.values())))
             return _as_tensors(results) if kinds == {True} else results

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_real
+from pce_mpi.arrays import REAL, array_namespace, as_array, check_one_library, is_real
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
@@ -76,7 +76,7 @@ def checked_operands(
         everything = {**operands, **arrays}
         for name, array in everything.items():
             if not is_real(array.dtype):
-                raise TypeError(f"{name} must be bool, integers or real numbers, got {array.dtype}")
+                raise TypeError(f"{name} must be {REAL}, got {array.dtype}")
         check_one_library({name: x.local if isinstance(x, DistArray) else x for name, x in everything.items()})
         if "bias" in arrays:
             check_product({**operands, "bias": arrays["bias"]})

@@ -206,3 +206,26 @@ def test_forked_process_is_no_rank():
     )
     assert job.returncode == 0, job.stderr
     assert sorted(job.stdout.split("\n")) == ["", "rank 0: sound", "rank 1: sound"]
+
+
+def test_operators_of_mpi_are_freed_at_exit():
+    job = launch_source(
+        2,
+        """
+        import atexit
+
+        atexit.register(lambda: print(f"{len(known)} left\\n", end=""))  # runs after what the package registers
+        from mpi4py import MPI
+        import numpy as np
+        import pce_mpi as pce
+        from pce_mpi.comm.collectives import _operators as known
+
+        mesh = pce.Mesh(MPI.COMM_WORLD, data=2)
+        x = pce.from_local(np.ones((1, 3)), mesh, data=pce.Shard(0))
+        pce.softmax_cross_entropy(np.ones((1, 3)), np.zeros(1, int), comm=MPI.COMM_WORLD)
+        x.max(axis=0).full()
+        assert len(known) == 2
+        """,
+    )
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["0 left"] * 2

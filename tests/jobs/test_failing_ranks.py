@@ -177,6 +177,38 @@ def test_silent_ranks_are_all_named(tmp_path, n, before, absence, said):
     assert job.returncode != 0
 
 
+def test_call_left_by_ctrl_c_breaks_its_communicator(tmp_path):
+    # It comes between two collectives of a call: the next call's first would meet the others' second.
+    run(
+        tmp_path,
+        3,
+        """
+        from unittest import mock
+
+        from pce_mpi.loss import passes
+
+        def interrupted(*_, **options):
+            raise KeyboardInterrupt
+
+        loss()
+        if comm.rank == 0:
+            with mock.patch.object(passes, "start_all_reduce", interrupted):
+                try:
+                    loss()
+                except KeyboardInterrupt:
+                    tell(loss)
+        tell(loss)
+        wait_for([1, 2], times=1)
+        raise SystemExit("enough")
+        """,
+    )
+    for report in told(tmp_path, 0):
+        assert_timed_out(report, "not usable any more: softmax_cross_entropy was left by KeyboardInterrupt")
+    for rank in (1, 2):
+        [report] = told(tmp_path, rank)
+        assert_timed_out(report, "(ranks 1, 2)", "silent: rank 0")
+
+
 def test_busy_silent_rank_prolongs_no_wait(tmp_path):
     # More ranks than cores, and one of them computes: a wait that counts its looks and not the time takes for ever.
     run(

@@ -74,7 +74,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("problem"),
             room("agreement"),
             room("passes"),
-            room("tensors", "mpi4py", "comm"),
+            room("tensors", "mpi4py"),  # it gives up the communicators of a call that Ctrl-C has ended
             room("chosen"),
             room("support"),
             room("several"),

@@ -3,10 +3,13 @@
 It prints lines of JSON, which test_torch_groups.py reads: a name, and bits or an error. MPI cannot be imported.
 """
 
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 import json
+import os
 from pathlib import Path
 import sys
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,6 +17,7 @@ from torch import distributed
 
 from patience import slowdown, wait_until
 import pce_mpi as pce
+from pce_mpi.loss import passes
 
 ROWS, CLASSES = 6, 13
 
@@ -72,6 +76,30 @@ def told(name, call):
     print(json.dumps([name, said]), flush=True)
 
 
+def in_a_child(call, path):
+    """What a forked process says that calls."""
+    if (pid := os.fork()) == 0:
+        try:
+            call()
+        except RuntimeError as error:
+            path.write_text(str(error))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    raise RuntimeError(path.read_text())
+
+
+@contextmanager
+def ctrl_c_in(owner, name):
+    """A program that is interrupted as soon as it comes to that function."""
+
+    def interrupted(*_, **options):
+        raise KeyboardInterrupt
+
+    with mock.patch.object(owner, name, interrupted), suppress(KeyboardInterrupt):
+        yield
+
+
 def main():
     rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     assert "mpi4py" not in sys.modules
@@ -94,6 +122,7 @@ def main():
     told("other targets", loss(targets - (targets > 0) * last))
     told("same ranks", loss(batch_comm=comm))
     told("usable", loss())
+    told("forked", lambda: in_a_child(loss(), folder / f"child-{rank}"))
     rows = slice(*pce.shard_range(ROWS, size, rank))
     told("rows", lambda: pce.softmax_cross_entropy(x[rows], targets[rows], batch_comm=comm))
     tensors = torch.from_numpy(x[:, mine]), torch.from_numpy(targets)
@@ -107,6 +136,13 @@ def main():
         told("timeout", loss(comm=short))
         told("afterwards", loss(comm=short))
         done[rank].touch()
+    # The first rank is interrupted between two collectives of a call, and catches it.
+    left = distributed.new_group(timeout=timedelta(seconds=2 * slowdown()))
+    with ctrl_c_in(passes, "start_all_reduce") if rank == 0 else nullcontext():
+        told("beside one that left", loss(comm=left))
+    told("after Ctrl-C", loss(comm=left))
+    if rank == 0:
+        told("after Ctrl-C again", lambda: pce.class_statistics(x[:, mine], comm=left).entropy)
     assert sys.modules["mpi4py"] is None
 
 

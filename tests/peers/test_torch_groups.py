@@ -95,6 +95,22 @@ def test_gloo_rank_that_never_arrives_raises_elsewhere(size):
             assert text.startswith(f"torch's process group failed, or waited for its timeout, {where}")
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_forked_child_of_gloo_rank_raises(size):
+    kind, text = everyones(size, "forked")
+    assert kind == "RuntimeError"
+    assert text.startswith("this process was forked from a rank and is no rank: only the rank itself communicates")
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_group_of_rank_that_left_call_is_unusable(size):
+    first, *others = on_ranks(size)
+    text = "this process group is not usable any more: softmax_cross_entropy was left by KeyboardInterrupt"
+    assert [first["after Ctrl-C"], first["after Ctrl-C again"]] == [["CollectiveTimeout", text]] * 2
+    for said in others:
+        assert {said[name][0] for name in ("beside one that left", "after Ctrl-C")} == {"CollectiveTimeout"}
+
+
 # ---------------------------------------------------------------------------------------------------------- the example
 
 EXAMPLE = "examples/torch_loss.py"

@@ -15,7 +15,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi.arrays import to_host
-from pce_mpi.comm import communicators
+from pce_mpi.comm import collectives, communicators
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, start_all_reduce
 from pce_mpi.comm.communicators import channel_of
@@ -227,6 +227,40 @@ def test_all_reduce_gives_same_bits_on_every_rank(comm, dtype):
         for result in (summed, merged):
             bits = comm.allgather(result.tobytes())
             assert bits == [bits[0]] * comm.size
+
+
+@by_name("dtype", FLOATS)
+def test_sum_that_is_nan_has_same_bits_everywhere(comm, dtype):
+    # MPI's own sum keeps on each rank the nan of that rank's own addition.
+    mine = np.full(5, {0: -np.nan, 1: np.nan}.get(comm.rank, np.inf), dtype)
+    mine[1] = np.inf if comm.rank == 0 else -np.inf
+    mine[2:] = [np.nan if comm.rank == comm.size - 1 else 1.0, -0.0, np.inf]
+    with np.errstate(all="raise"):
+        summed = all_reduce(mine, comm, "sum")
+    bits = comm.allgather(summed.tobytes())
+    assert bits == [bits[0]] * comm.size
+    expected = [np.nan, np.nan if comm.size > 1 else np.inf, np.nan, -0.0, np.inf]
+    check(summed, np.array(expected, dtype))
+
+
+def test_reduction_beyond_count_of_library_is_refused_everywhere(comm, monkeypatch):
+    monkeypatch.setattr(collectives, "MOST_ELEMENTS", 6 * comm.size - 1)
+    mesh = pce.Mesh(comm, data=comm.size)
+    x = pce.from_local(np.ones((comm.size, 6)), mesh, data=pce.Partial())
+    calls = [x.full, lambda: x.redistribute(data=pce.Shard(0))]
+    taken = [np.asarray(call()) for call in (calls[0], lambda: calls[1]().full())]
+    monkeypatch.setattr(collectives, "takes_large_counts", lambda: False)
+    errors = []
+    for call in calls:
+        with pytest.raises(ValueError) as raised:
+            call()
+        errors.append(str(raised.value))
+    everyones = comm.allgather(errors)
+    assert all((each == comm.size).all() for each in taken)
+    assert everyones == [everyones[0]] * comm.size
+    assert all(
+        f"reduces at most {6 * comm.size - 1} elements at a time, got {6 * comm.size}" in each for each in errors
+    )
 
 
 def test_halves_are_summed_in_float32_and_rounded_once(comm):

@@ -254,7 +254,7 @@ class Explosive:
         raise KeyError("boom")
 
 
-NUMBERS = "a distributed array holds bool, integers or real numbers, got"
+NUMBERS = "a distributed array holds bool, integers, float16, bfloat16, float32 or float64 in native byte order, got"
 PLACEMENT = "data must be Shard(axis), Replicate() or Partial(operator)"
 WRONG = [
     (np.zeros((4, 3)), {"rows": Shard(0)}, ValueError, "the mesh has no dim 'rows'; its dims are data"),
@@ -267,12 +267,12 @@ WRONG = [
         (np.zeros(4, dtype), {}, TypeError, f"{NUMBERS} {said}")
         for dtype, said in [
             (complex, "complex128"),
-            (np.longdouble, ""),
+            (np.longdouble, np.dtype(np.longdouble).name),
             ("S3", "|S3"),
             ("U4", "<U4"),
             ("M8[s]", "datetime64"),
-            (">f8", ""),
-            (">i4", ""),
+            (">f8", ">f8"),
+            (">i4", ">i4"),
             ([("a", int)], ""),
         ]
     ),

@@ -79,11 +79,11 @@ def test_complex_results_are_refused():
         lambda: x == 1j,
     ):
         refused = (
-            r"must give an array of .* numbers, got \w+ \(complex(64|128)\)|operand \d of \S+ must be .* got complex"
+            r"must give an array of .* byte order, got \w+ \(complex(64|128)\)|operand \d of \S+ must be .* got complex"
         )
         with pytest.raises(TypeError, match=refused):
             call()
-    with pytest.raises(TypeError, match="bool, integers or real numbers, got complex128"):
+    with pytest.raises(TypeError, match=r"bool, integers, .* byte order, got complex128"):
         pce.distribute(np.ones(3, complex), alone())
     assert np.linalg.det(pce.distribute(np.eye(2), alone())).item() == 1.0
 
