@@ -34,6 +34,7 @@ def as_array(value: Any, name: str) -> Any:
 
     NumPy and CuPy arrays are returned as they are. A tensor that supports DLPack becomes a NumPy array on the host and
     a CuPy array on a GPU. Buffers and nested sequences become NumPy arrays. bfloat16 on the host needs `ml_dtypes`.
+    A tensor of torch with the negative bit is copied.
     Raises `TypeError`, which names the argument `name`, if `value` is no array of numbers, and `ValueError` if it is at
     an address at which no GPU can read it.
     """
@@ -43,7 +44,8 @@ def as_array(value: Any, name: str) -> Any:
         _check_address(value, name)
         return value
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array, whose mask would be lost; mask classes by logits of -inf instead")
+        instead = "take .filled(ignore_index)" if name == "targets" else "mask classes by logits of -inf"
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; {instead} instead")
     try:
         if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
             return _from_dlpack(value)
@@ -68,19 +70,38 @@ def _check_address(array: Any, name: str) -> None:
 
 
 def _from_dlpack(value: Any) -> Any:
-    host = int(value.__dlpack_device__()[0]) == 1
-    if "bfloat16" not in str(value.dtype):
-        return np.from_dlpack(value) if host else import_cupy().from_dlpack(value)
-    if not host:
-        return import_cupy().from_dlpack(value)
-    bfloat16 = _bfloat16()
-    if bfloat16 is None:
-        raise TypeError("bfloat16 on the host needs ml_dtypes: pip install 'pce_mpi[bf16]'")
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        # NumPy's DLPack has no bfloat16, so the memory passes as int16.
-        return np.from_dlpack(value.view(torch.int16)).view(bfloat16)
-    return np.asarray(value)
+    of_torch = torch is not None and isinstance(value, torch.Tensor)
+    if of_torch:
+        value = _plain(value, torch)
+    if int(value.__dlpack_device__()[0]) != 1:
+        array = import_cupy().from_dlpack(value)
+        is_null = not array.data.ptr
+    elif "bfloat16" not in str(value.dtype):
+        array = np.from_dlpack(value)
+        is_null = array.flags.owndata  # NumPy has allocated what the null pointer has not
+    elif (bfloat16 := _bfloat16()) is None:
+        raise TypeError("bfloat16 on the host needs ml_dtypes: pip install 'pce_mpi[bf16]'")
+    elif of_torch:  # NumPy's DLPack has no bfloat16, so the memory passes as int16
+        array = np.from_dlpack(value.view(torch.int16)).view(bfloat16)
+        is_null = array.base.flags.owndata
+    else:
+        return np.asarray(value)
+    if is_null and array.size:
+        raise TypeError(f"{type(value).__name__} gives a null pointer for {array.size} elements, which are nowhere")
+    return array
+
+
+def _plain(tensor: Any, torch: Any) -> Any:
+    """Return a tensor of torch whose memory has its elements; DLPack does not tell of those that wrap others."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return tensor.resolve_conj().resolve_neg()
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if isinstance(tensor, getattr(collectives, "AsyncCollectiveTensor", ())):
+        return _plain(tensor.wait(), torch)
+    remedy = ".to_local() or .full_tensor()" if hasattr(tensor, "to_local") else "the plain tensor that it stands for"
+    raise TypeError(f"a {kind.__name__} of torch may have its elements elsewhere: take {remedy}")
 
 
 def import_cupy() -> ModuleType:

@@ -304,6 +304,8 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
     array = as_array(out, "out")
     if isinstance(array, np.ndarray) and not _lends_memory(out):
         raise TypeError(f"out must be an array to write to, got {type(out).__name__}")
+    if hasattr(out, "is_neg") and out.is_neg():
+        raise TypeError("out has the negative bit of torch, which would change what is written: take .resolve_neg()")
     check_one_library({"logits": logits, "out": array})
     check_on_current_gpu({"out": array})
     if not is_floating(array.dtype):

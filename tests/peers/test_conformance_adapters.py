@@ -161,6 +161,51 @@ def test_entropy_of_torch_has_no_targets(comm, started):
     assert failures(started(adapted("torch-shards", entropy)), comm, pattern=["random-logits", "offset"]) == {}
 
 
+def of_functional_collectives(gradient):
+    """A right loss that is not there yet when it is returned, or whose gradient is not."""
+    torch = pytest.importorskip("torch", reason="make test-peers installs torch")
+    from torch.distributed import _functional_collectives as functional
+
+    @offers(gradient=gradient, reductions=("none",), checks_targets=False)
+    def loss(logits, targets, group):
+        if gradient == "value":
+            logits = logits.clone().requires_grad_()
+        world, rank, count = group.size(), group.rank(), logits.shape[-1]
+        shards = [torch.empty_like(logits) for _ in range(world)]
+        torch.distributed.all_gather(shards, logits.detach().contiguous(), group=group)
+        shards[rank] = logits
+        rows = torch.nn.functional.cross_entropy(torch.cat(shards, dim=-1).double(), targets, reduction="none")
+        waiting = functional.all_reduce(rows.float() / world, "sum", group)
+        if gradient != "value":
+            return waiting
+        (mine,) = torch.autograd.grad(rows.sum(), logits)
+        padded = torch.nn.functional.pad(mine, (count * rank, count * (world - 1 - rank)))
+        return waiting.detach(), functional.all_reduce(padded, "sum", group)[:, count * rank : count * (rank + 1)]
+
+    return loss
+
+
+@pytest.mark.parametrize("gradient", ["none", "value", "backward"])
+def test_result_that_torch_waits_for_is_judged(comm, started, gradient):
+    candidate = started(adapted("torch-shards", of_functional_collectives(gradient)))
+    assert failures(candidate, comm, pattern=["random-logits/float32", "offset"]) == {}
+
+
+def test_dtensor_from_candidate_is_refused_in_words(comm, started):
+    torch = pytest.importorskip("torch", reason="make test-peers installs torch")
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    def loss(logits, targets, group):
+        mesh = init_device_mesh("cpu", (group.size(),))
+        return DTensor.from_local(logits.sum(-1).detach(), mesh, [Replicate()])
+
+    candidate = started(adapted("torch-shards", offers(gradient="none")(loss)))
+    (case,) = cases(candidate, pattern="random-logits/float32")
+    (finding,) = run_case(candidate, case, comm).findings
+    assert "a DTensor of torch may have its elements elsewhere: take .to_local() or .full_tensor()" in finding.text
+    assert torch.distributed.is_initialized()
+
+
 def with_the_group_third(logits, targets, anything):
     return logits.sum(-1) * anything.size()
 

@@ -1,8 +1,14 @@
-"""CPU tensors of torch's as logits, targets and out: wrapped, not copied."""
+"""CPU tensors of torch's as logits, targets and out: wrapped, not copied; those that wrap others are refused."""
 
+from mpi4py import MPI
 import numpy as np
 import pytest
 import torch
+from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+from torch.masked import masked_tensor
 
 import pce_mpi as pce
 from pce_mpi import dense
@@ -63,3 +69,145 @@ def test_tensor_that_requires_grad_is_refused_everywhere(comm, problem):
         pce.softmax_cross_entropy(shard, targets, comm=comm)
     loss = pce.softmax_cross_entropy(shard.detach(), targets, comm=comm)
     assert torch.isfinite(loss)
+
+
+# ------------------------------------------------------------------------------------ tensors that are not what they hold
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A process group of torch that this rank has for itself."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+class OfTheUsers(torch.Tensor):
+    """A kind of tensor that a program has made."""
+
+
+def negated(x):
+    """The same numbers, as the negative of what is in memory."""
+    return torch.complex(torch.zeros_like(x), -x).conj().imag if x.is_floating_point() else torch._neg_view(-x)
+
+
+def waiting(x):
+    return functional.all_reduce(x, "sum", distributed.group.WORLD)
+
+
+def over_a_mesh(x):
+    return distribute_tensor(x, DeviceMesh("cpu", [0]), [Shard(0)])
+
+
+def fake(x):
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(x)
+
+
+def ragged(x):
+    return torch.nested.nested_tensor(list(x.reshape(1, -1)), layout=torch.jagged)
+
+
+RIGHT = {
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "buffer": torch.nn.Buffer,
+    "negative": negated,
+    "waiting": waiting,
+}
+REFUSED = {
+    "over a mesh": (over_a_mesh, r"a DTensor of torch may have its elements elsewhere: take \.to_local\(\) or"),
+    "fake": (fake, "a FakeTensor of torch may have its elements elsewhere: take the plain tensor"),
+    "subclass": (lambda x: x.as_subclass(OfTheUsers), "a OfTheUsers of torch may have its elements elsewhere"),
+    "masked": (lambda x: masked_tensor(x, x > 0), "a MaskedTensor of torch may have its elements elsewhere"),
+    "ragged": (ragged, "a NestedTensor of torch may have its elements elsewhere"),
+    "nested": (lambda x: torch.nested.nested_tensor(list(x)), ""),
+    "zeros": (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), "gives a null pointer for"),
+    "meta": (lambda x: x.to("meta"), ""),
+    "quantized": (lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8), ""),
+    "sparse": (torch.Tensor.to_sparse, ""),
+    "compressed": (lambda x: x.reshape(1, -1).to_sparse_csr(), ""),
+    "conjugate": (lambda x: torch.complex(x.double(), x.double()).conj(), ""),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*(prototype|in beta|deprecated)")
+
+
+def by_role():
+    """Arguments, each with the function that takes it, by name; all but the one are plain."""
+    generator = torch.Generator().manual_seed(2)
+    logits, w = torch.randn(2, 3, 4, generator=generator)
+    targets = torch.tensor([1, 0, 3])
+    _, residuals = pce.softmax_cross_entropy_forward(logits, targets, reduction="none")
+    loss = pce.softmax_cross_entropy_value_and_grad
+    return {
+        "logits": (logits, lambda x: loss(x, targets)),
+        "targets": (targets, lambda t: loss(logits, t)),
+        "probabilities": (logits.softmax(-1), lambda q: loss(logits, q)),
+        "weight": (logits[0].abs(), lambda each: loss(logits, targets, weight=each)),
+        "dloss": (logits[:, 0], lambda g: (pce.softmax_cross_entropy_backward(g, residuals),)),
+        "teacher": (w, lambda teacher: pce.kl_divergence_value_and_grad(logits, teacher)),
+        "ids": (targets[:, None], lambda ids: (pce.take_classes(logits, ids),)),
+        "w": (w.T.contiguous(), lambda w: pce.linear_class_statistics(logits, w, targets % 3)[:2]),
+        "array": (logits, lambda x: (pce.distribute(x, pce.Mesh(MPI.COMM_SELF, one=1)).local,)),
+    }
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize("kind", RIGHT)
+def test_tensor_of_another_kind_is_right_everywhere(alone, kind):
+    for role, (plain, call) in by_role().items():
+        if kind == "parameter" and not plain.is_floating_point():
+            continue
+        for expected, found in zip(call(plain), call(RIGHT[kind](plain)), strict=True):
+            assert as_array(found, role).tobytes() == as_array(expected, role).tobytes(), role
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_tensor_without_memory_of_its_own_is_refused(alone, kind):
+    make, said = REFUSED[kind]
+    for role, (plain, call) in by_role().items():
+        if kind in ("nested", "compressed") and plain.ndim < 2:
+            continue
+        with pytest.raises(TypeError, match=said):
+            call(make(plain))
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradient_is_never_written_elsewhere(alone, dtype):
+    logits, targets = torch.ones(3, 4, dtype=dtype), torch.tensor([1, 0, 3])
+    _, expected = pce.softmax_cross_entropy_value_and_grad(logits, targets)
+    out = waiting(torch.full_like(logits, 7.0))
+    _, returned = pce.softmax_cross_entropy_value_and_grad(logits, targets, out=out)
+    assert returned is out
+    assert torch.equal(out + 0, expected)
+    makers = {name: make for name, (make, _) in REFUSED.items()} | {"negative": torch._neg_view}
+    for make in makers.values():
+        with pytest.raises(TypeError):
+            pce.softmax_cross_entropy_value_and_grad(logits, targets, out=make(torch.full_like(logits, 7.0)))
+
+
+@pytest.mark.sizes(1)
+def test_tensor_inside_transformation_of_torch_is_refused():
+    seen = []
+
+    def call(x):
+        try:
+            seen.append(pce.softmax_cross_entropy(x, torch.tensor([1, 0, 3])))
+        except TypeError as error:
+            seen.append(error)
+        return (x * x).sum()
+
+    x = torch.ones(2, 3, 4)
+    torch.vmap(call)(x)
+    torch.func.grad(call)(x[0])
+    torch.func.jvp(call, (x[0],), (x[0],))
+    assert [type(each) for each in seen] == [TypeError] * 3, seen
+
+
+def test_dtensor_of_one_rank_is_refused_everywhere(comm, problem, alone):
+    logits, targets, mine = problem
+    shard = logits[:, mine].contiguous()
+    given = over_a_mesh(shard) if comm.rank == comm.size - 1 else shard
+    with pytest.raises(TypeError, match="logits cannot be taken as an array: a DTensor of torch may have"):
+        pce.softmax_cross_entropy(given, targets, comm=comm)

@@ -114,6 +114,24 @@ def test_argument_that_is_no_array_is_type_error(value):
         as_array(value, "weight")
 
 
+@pytest.mark.parametrize("shape", [(3,), (0, 3), ()], ids=str)
+def test_null_pointer_with_elements_is_refused(shape):
+    class Unallocated(Tensor):
+        def __dlpack__(self, **arguments):
+            capsule = self._values.__dlpack__()
+            pointer = ctypes.pythonapi.PyCapsule_GetPointer
+            pointer.argtypes, pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+            ctypes.c_void_p.from_address(pointer(capsule, b"dltensor")).value = None
+            return capsule
+
+    values = np.ones(shape)
+    if not values.size:
+        assert as_array(Unallocated(values), "logits").shape == shape
+        return
+    with pytest.raises(TypeError, match=f"Unallocated gives a null pointer for {values.size} elements"):
+        as_array(Unallocated(values), "logits")
+
+
 def test_tensor_that_refuses_export_is_type_error():
     class Refusing(Tensor):
         def __dlpack__(self, **arguments):
