@@ -70,10 +70,11 @@ def _check_address(array: Any, name: str) -> None:
 
 
 def _from_dlpack(value: Any) -> Any:
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     of_torch = torch is not None and isinstance(value, torch.Tensor)
     if of_torch:
         value = _plain(value, torch)
+    array: Any
     if int(value.__dlpack_device__()[0]) != 1:
         array = import_cupy().from_dlpack(value)
         is_null = not array.data.ptr
@@ -98,7 +99,8 @@ def _plain(tensor: Any, torch: Any) -> Any:
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return tensor.resolve_conj().resolve_neg()
     collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if isinstance(tensor, getattr(collectives, "AsyncCollectiveTensor", ())):
+    waiting: Any = getattr(collectives, "AsyncCollectiveTensor", ())
+    if isinstance(tensor, waiting):
         return _plain(tensor.wait(), torch)
     remedy = ".to_local() or .full_tensor()" if hasattr(tensor, "to_local") else "the plain tensor that it stands for"
     raise TypeError(f"a {kind.__name__} of torch may have its elements elsewhere: take {remedy}")

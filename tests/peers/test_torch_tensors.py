@@ -7,7 +7,8 @@ import torch
 from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.masked import masked_tensor
 
 import pce_mpi as pce
@@ -71,7 +72,7 @@ def test_tensor_that_requires_grad_is_refused_everywhere(comm, problem):
     assert torch.isfinite(loss)
 
 
-# ------------------------------------------------------------------------------------ tensors that are not what they hold
+# ---------------------------------------------------------------------------------- tensors that are not what they hold
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def test_tensor_of_another_kind_is_right_everywhere(alone, kind):
 @pytest.mark.parametrize("kind", REFUSED)
 def test_tensor_without_memory_of_its_own_is_refused(alone, kind):
     make, said = REFUSED[kind]
-    for role, (plain, call) in by_role().items():
+    for plain, call in by_role().values():
         if kind in ("nested", "compressed") and plain.ndim < 2:
             continue
         with pytest.raises(TypeError, match=said):
