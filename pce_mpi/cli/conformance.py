@@ -27,12 +27,10 @@ from pce_mpi.comm.launch import launch
 from pce_mpi.conformance.adapters import NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.cases import fits
-from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.launching import LaunchError, most_ranks, number_of_cores
-from pce_mpi.conformance.orders import Orders
+from pce_mpi.conformance.orders import Orders, names_of_all_cases
 from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports import files, json_file, listing, terminal
-from pce_mpi.conformance.terms import DTYPES
 from pce_mpi.conformance.texts import bounded, visible
 
 __all__ = ["add_arguments", "run", "status_as_rank"]
@@ -102,7 +100,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
     if options.export is not None:
         from pce_mpi.conformance import bit_vectors, vectors
 
-        with _naming("--export", OSError):
+        with _naming("--export", OSError, ValueError):
             some: dict[str, Any] = {"ranks": options.ranks, "pattern": orders.patterns, "dtypes": orders.dtypes}
             if options.bits:
                 count = bit_vectors.export(options.export)
@@ -132,6 +130,8 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
         return 130
     if all(outcome.verdict is Verdict.NOT_OFFERED for outcome in report.outcomes):
         why = f"{orders.candidate} offers none of the selected cases, --list says why"
+        if not report.outcomes:
+            why = f"no case for candidates of kind {report.offer.kind!r}, as {orders.candidate} is, was selected"
         if options.vectors:
             why = f"{options.results} has no result of {options.vectors}"
         raise _UsageError(f"nothing was judged: {why}")
@@ -178,13 +178,12 @@ def _known_failures(path: str | None) -> list[str]:
 
 def _no_such_case(patterns: list[str], orders: Orders) -> str:
     """Explain why these patterns select no case."""
-    every = [case for dtype in DTYPES for case in catalogue(None, [dtype])]
+    every = names_of_all_cases()
     for pattern in patterns:
-        if any(fits(case.name, pattern) for case in every):
+        if any(fits(name, pattern) for name in every):
             return f"the cases {pattern!r} have no logits of {' or '.join(orders.dtypes or ())}"
-    families = list(dict.fromkeys(case.family for case in every))
-    names = [*families, *dict.fromkeys(case.name for case in every)]
-    alike = [each for pattern in patterns for each in get_close_matches(pattern, names)]
+    families = list(dict.fromkeys(name.partition("/")[0] for name in every))
+    alike = [each for pattern in patterns for each in get_close_matches(pattern, [*families, *every])]
     meant = f"; did you mean {' or '.join(alike)}?" if alike else ""
     called = ", ".join(map(repr, patterns))
     return f"no case is called {called}{meant}; there are families of cases: {', '.join(families)}"
@@ -313,8 +312,10 @@ class _Display:
 
 def _listed(orders: Orders, timeout: float, display: _Display) -> str:
     """List the selected cases with the fault that each catches and, for a candidate, its offer."""
-    offer = asked_offer(orders, timeout=timeout, display=display) if orders.candidate else None
     width = shutil.get_terminal_size((120, 24)).columns
+    if not orders.candidate:
+        return visible(listing.render(orders.cases_of_all_kinds(), width=width))
+    offer = asked_offer(orders, timeout=timeout, display=display)
     return visible(listing.render(orders.cases(offer).values(), offer, width))
 
 

@@ -52,7 +52,7 @@ def run_cases(
     _compare_with_known(outcomes, known)
     for outcome in outcomes:
         if outcome.failed:
-            outcome.rerun = _command(orders, timeout, outcome)
+            outcome.rerun = rerun_command(orders, timeout, outcome)
     return Report(
         candidate=orders.candidate,
         offer=offer,
@@ -125,7 +125,7 @@ def _shown(run: Run, outcome: Outcome) -> Iterator[Outcome]:
     run.display.finished(outcome)
 
 
-def _command(orders: Orders, timeout: float, outcome: Outcome) -> str:
+def rerun_command(orders: Orders, timeout: float, outcome: Outcome) -> str:
     """Return the command that runs the case of `outcome` alone."""
     command = [*KIT, "-n", str(outcome.ranks), *["--oversubscribe"] * (outcome.ranks > most_ranks())]
     if orders.adapter is not None:

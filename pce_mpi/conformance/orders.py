@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cache
 import json
 from pathlib import Path
 
 from pce_mpi.conformance.cases import Case, fits
-from pce_mpi.conformance.catalogue import catalogue
+from pce_mpi.conformance.catalogue import cases_of_all_kinds, catalogue
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.plain import made, plain
 from pce_mpi.conformance.terms import DTYPES
@@ -17,6 +18,14 @@ KIT = ("python", "-m", "pce_mpi", "conformance")
 
 _NAME = "orders.json"
 _SETTINGS = ("strict", "tolerance", "seed", "rows", "classes", "large", "memory")
+
+
+@cache
+def names_of_all_cases(dtypes: tuple[str, ...] = DTYPES, large: bool = False) -> list[str]:
+    """Return the names of cases in these dtypes, whatever a candidate is and offers, in the order of the catalogue."""
+    # The dtype of a case can depend on the offer; with a single dtype, all cases have that.
+    every = (case for dtype in dtypes for case in cases_of_all_kinds([dtype], large=large))
+    return list(dict.fromkeys(case.name for case in every))
 
 
 @dataclass(frozen=True)
@@ -49,15 +58,18 @@ class Orders:
     memory: float | None = None
     tasks: tuple[str, ...] | None = None
 
-    def cases(self, offer: Offer | None) -> dict[str, Case]:
+    def cases(self, offer: Offer) -> dict[str, Case]:
         """Return the selected cases by name, also those that `offer` does not cover."""
         return {case.name: case for case in catalogue(offer, self.dtypes, large=self.large) if self._select(case)}
 
+    def cases_of_all_kinds(self) -> list[Case]:
+        """Return the selected cases of candidates of every kind."""
+        return [case for case in cases_of_all_kinds(self.dtypes, large=self.large) if self._select(case)]
+
     def patterns_of_no_case(self, more: Iterable[str] = ()) -> list[str]:
-        """Return the patterns, those of `more` included, that fit no case, whatever a candidate offers."""
-        # The dtype of a case can depend on the offer; with a single dtype, all cases have that.
-        names = {case.name for dtype in self.dtypes or DTYPES for case in catalogue(None, [dtype], large=self.large)}
+        """Return the patterns, those of `more` included, that fit no case, whatever a candidate is and offers."""
         patterns = (*(self.patterns or ()), *self.but, *more)
+        names = names_of_all_cases(self.dtypes or DTYPES, self.large) if patterns else []
         return [pattern for pattern in patterns if not any(fits(name, pattern) for name in names)]
 
     def _select(self, case: Case) -> bool:

@@ -5,7 +5,10 @@ from pathlib import Path
 import subprocess
 import sys
 
+import pytest
+
 from jobs.launch import ROOT, complete
+from pce_mpi.cli import main
 
 CONFORMANCE = [sys.executable, "-m", "pce_mpi", "conformance"]
 
@@ -14,6 +17,13 @@ def conformance(*arguments, folder=ROOT, **environment):
     """Run the command; it must leave no process behind."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     return complete([*CONFORMANCE, *map(str, arguments)], cwd=folder, env=env)
+
+
+def status(arguments):
+    """Run the command in this process, and return its exit status."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code or 0
 
 
 def started(*arguments, folder, **options):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,12 +10,19 @@ import sys
 import pytest
 from safetensors.numpy import save_file
 
-from conformance.command import conformance, processes_of, started
+from conformance.command import conformance, processes_of, started, status
 from jobs.launch import ROOT, launch, output_of
 from patience import slowdown, wait_until
 from pce_mpi.conformance import offers
+from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, rerun_command
+from pce_mpi.conformance.catalogue import catalogue
+from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.launching import LaunchError, mpiexec
 from pce_mpi.conformance.loading import check_call
+from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.orders import Orders
+from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
+from pce_mpi.conformance.terms import DTYPES
 
 
 def test_interrupted_run_reports_outcomes_so_far(tmp_path):
@@ -181,29 +189,77 @@ def test_parameters_of_another_kind_may_be_declared():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_command_line_exits_with_2(arguments, said, monkeypatch, capsys):
-    from pce_mpi.cli import main
-
     for framework in ("torch", "jax"):
         monkeypatch.setitem(sys.modules, framework, None)  # as if it were not installed
-    with pytest.raises(SystemExit) as ended:
-        main(["conformance", *arguments])
-    assert ended.value.code == 2
+    assert status(["conformance", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_list_has_description_and_offer_of_cases(tmp_path, capsys):
-    from pce_mpi.cli import main
-
-    with pytest.raises(SystemExit) as ended:
-        main(["conformance", "--list", "--case", "zero-rows"])
-    assert not ended.value.code
+    assert status(["conformance", "--list", "--case", "zero-rows", "--case", "product"]) == 0
     everything = capsys.readouterr().out
+    assert "product/bfloat16" in everything
     assert "zero-rows/mean" in everything and "zero-rows/sum" in everything and "hang" in everything
     (tmp_path / "it.py").write_text("def candidate(*arrays, class_start, num_classes, comm): ...\n")
     offered = conformance("it.py:candidate", "--list", "--case", "zero-rows", folder=tmp_path).stdout
     lines = {line.split()[0]: line for line in offered.splitlines()}
     assert "not offered: reduction sum" in lines["zero-rows/sum"]
     assert "not offered" not in lines["zero-rows/mean"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_command_of_every_case_selects_it(kind, monkeypatch, tmp_path):
+    """The line below each failure, and --except and --known, take the cases that one kind alone has."""
+    offer = Offer(kind=kind, dtypes=DTYPES)
+    asked = []
+
+    def run_cases(orders, ranks, **how):
+        asked.append((list(orders.cases(offer)), how["known"]))
+        return Report("it", offer, ranks, {}, 0, False, 1.0, [Outcome("x", "", Verdict.PASS)])
+
+    monkeypatch.setattr("pce_mpi.cli.conformance.run_cases", run_cases)
+    names = [case.name for case in catalogue(offer)]
+    rare = [name for name in names if name not in {case.name for case in catalogue(Offer(dtypes=DTYPES))}]
+    assert bool(rare) == (kind != "loss")
+    for name in [*rare, names[0]]:
+        outcome = Outcome(name, "", Verdict.FAIL, ranks=2)
+        line = shlex.split(rerun_command(Orders("it.py:it"), DEFAULT_TIMEOUT, outcome))
+        assert status(line[3:]) == 0, name
+        assert asked.pop() == ([name], [])
+    (tmp_path / "known").write_text("\n".join(rare))
+    assert status(["conformance", "it.py:it", "--known", str(tmp_path / "known"), "--except", names[-1]]) == 0
+    assert asked.pop() == (names[:-1], rare)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arrays", "case"),
+    [
+        ("loss", "logits, targets", "random-logits/float32"),
+        ("log_prob", "logits, targets", "support/target-alone"),
+        ("kl", "student, teacher", "far-teacher/float32"),
+        ("linear", "hidden, w, targets", "product/float32"),
+        ("step", "logits, targets", "step/micro-batches"),
+    ],
+)
+def test_printed_command_runs_its_case(kind, arrays, case, tmp_path):
+    (tmp_path / "it.py").write_text(
+        "import numpy as np\nfrom pce_mpi.conformance import offers\n"
+        f"@offers(kind={kind!r}, gradient={'value' if kind == 'step' else 'none'!r})\n"
+        f"def candidate({arrays}, **_):\n"
+        f"    given = {arrays.split(', ')[0]}\n"
+        f"    return {'np.zeros(()), given' if kind == 'step' else 'np.float32(given.sum())'}\n"
+    )
+    run = conformance("-n", 1, "it.py:candidate", "--case", case, folder=tmp_path)
+    (line,) = (line for line in run.stdout.splitlines() if line.startswith("  rerun: python "))
+    again = conformance(*shlex.split(line)[5:], folder=tmp_path)
+    assert again.returncode == run.returncode == 1, again.stderr
+    assert f"FAIL {case}" in again.stdout and again.stdout == run.stdout
+
+
+def test_case_of_another_kind_is_told_so(tmp_path):
+    run = conformance("-n", 1, "pce", "--case", "product")
+    assert run.returncode == 2
+    assert "no case for candidates of kind 'loss', as pce is, was selected" in run.stderr
 
 
 def test_run_with_closed_output_ends_its_ranks(tmp_path):

@@ -41,6 +41,15 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
     return [replace(case, catches=kind.said(case.family, case.catches)) for case in found]
 
 
+def cases_of_all_kinds(dtypes: Iterable[str] | None = None, *, large: bool = False) -> list[Case]:
+    """Return the catalogue of a loss, and the cases that other kinds alone have; two of one name differ in words."""
+    of_kinds = (catalogue(Offer(kind=kind, dtypes=DTYPES), dtypes) for kind in KINDS)
+    shared = catalogue(None, dtypes, large=large)
+    names = {case.name for case in shared}
+    own = {(case.name, case.catches): case for cases in of_kinds for case in cases if case.name not in names}
+    return [*shared, *own.values()]
+
+
 def cases(
     offer: Offer | Callable[..., Any] | None = None,
     *,
