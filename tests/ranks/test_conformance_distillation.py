@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from candidates.correct.distillation import Forward, TopK
+from candidates.correct.distillation import Differences, Forward, TopK
 from candidates.shipped import Shipped, assert_named_first, defined_in
 from candidates.wild import distillation as wild
 import pce_mpi as pce
@@ -49,7 +49,15 @@ def failures(candidate, comm, pattern=None, **how):
 @pytest.mark.sizes(1, 3)
 @pytest.mark.parametrize("direction, squared", [("forward", True), ("reverse", False), ("jensen-shannon", False)])
 def test_our_divergences_pass_a_strict_judge(comm, direction, squared):
-    families = ["far-teacher", "near-teacher", "equal-logits", "certain-teacher", "temperature", "masked-*"]
+    families = [
+        "far-teacher",
+        "near-teacher",
+        "close-teacher",
+        "equal-logits",
+        "certain-teacher",
+        "temperature",
+        "masked-*",
+    ]
     families += ["offset", "logits-of-1000", "reduction", "upstream", "dims", "uneven-shards", "empty-shard"]
     assert failures(ours(direction, squared), comm, families, tolerance=Tolerance(strict=True)) == []
 
@@ -58,6 +66,18 @@ def test_our_divergences_pass_a_strict_judge(comm, direction, squared):
 @pytest.mark.parametrize("candidate", [Forward(), TopK()], ids=lambda each: type(each).__name__)
 def test_divergences_written_by_hand_conform(comm, candidate):
     assert failures(candidate, comm) == []
+
+
+@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [{}, {"classes": 1000}], ids=str)
+def test_float32_has_digits_of_close_divergences(comm, seed, size):
+    """Those that log-probabilities in float32 do not have, within half of what is allowed."""
+    (case,) = cases(Differences(), pattern="close-teacher")
+    outcome = run_case(Differences(), case, comm, seed=seed, tolerance=Tolerance(factor=0.5), **size)
+    assert outcome.verdict == Verdict.PASS, outcome.findings
+    rounded = run_case(wild.LogProbabilitiesInSingle(), case, comm, seed=seed, **size)
+    assert rounded.verdict == Verdict.FAIL
 
 
 ONCE_MORE = "the gradient is {ranks} times too large: it is summed over the ranks once more"
@@ -81,6 +101,11 @@ SHIPPED = [
         "far-teacher/float32",
         "the divergence is of each rank's own classes only: it is never reduced",
         2,
+    ),
+    Shipped(
+        wild.LogProbabilitiesInSingle,
+        "close-teacher/float32",
+        "the divergence has the errors of log-probabilities in float32 that were subtracted",
     ),
     Shipped(wild.CrossEntropy, "far-teacher/float32", "the entropy of the teacher is not subtracted"),
     Shipped(wild.MeanOfEntries, "reduction/mean", "the mean divides by rows times classes, 144, not by the"),

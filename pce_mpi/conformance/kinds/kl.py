@@ -46,12 +46,34 @@ def of_problem(problem: Problem, student: Array, teacher: Array) -> tuple[Array,
     return np.asarray(found.divergence) * factor, found.dstudent * (factor * problem.upstream)
 
 
+# Student and teacher are close where no logits differ by more: of a divergence of half the square of that, differences
+# of log-probabilities in float32 leave two digits at most.
+_CLOSE = 2.0**-6
+
+
+def _summands(book: Textbook) -> tuple[Array, Array, Array]:
+    """Return the sizes of logarithms by class, those of a row's summands, and the latter where student and teacher are
+    close; 0 where they are not.
+
+    Logarithms of probabilities have an ulp of their own. Where student and teacher are close, none of that need pass
+    into a divergence: the differences of their logits are exact or rounded once, and so is what these have in common,
+    log(sum p exp(difference)), by expm1 and log1p. What is left is an ulp of p times the difference.
+    """
+    larger, teacher = np.maximum(book.p, book.q), book.problem.row_major(book.problem.targets).astype(np.float64)
+    nlls = book.nll, softmax(book.slope * teacher)["nll"]
+    logs = np.sum([np.where(np.isfinite(nll), nll, 0.0) for nll in nlls], axis=0)
+    apart = np.abs(np.where(teacher == book.x, 0.0, book.slope * (teacher - book.x)))
+    close = (apart.max(axis=-1, initial=0.0) < _CLOSE) & apart.any(axis=-1)
+    close &= book.problem.dtype != np.float64  # whose exact divergence is a difference of logarithms too
+    of_close = np.where(close, np.maximum(np.finfo(np.float32).eps, (larger * apart).sum(axis=-1)), 0.0)
+    return logs, np.maximum(1.0, (larger * logs).sum(axis=-1)), of_close
+
+
 def sizes(book: Textbook) -> tuple[Array, Array, Array]:
     """Return the sizes of the summands, as `kinds.loss.sizes` does."""
-    larger, teacher = np.maximum(book.p, book.q), book.problem.row_major(book.problem.targets).astype(np.float64)
-    logs = sum(np.where(np.isfinite(nll), nll, 0.0) for nll in (book.nll, softmax(book.slope * teacher)["nll"]))
+    larger, (logs, summands, of_close) = np.maximum(book.p, book.q), _summands(book)
     factor = book.w.max(initial=0.0) / (book.divisor or 1.0)
-    upstream = np.full(book.problem.rows, factor) * np.maximum(1.0, (larger * logs).sum(axis=-1))
+    upstream = np.full(book.problem.rows, factor) * np.where(of_close, of_close, summands)
     slope = np.abs(book.g * factor) * book.slope.max(initial=0.0)
     forward = book.problem.conventions["direction"] == "forward"
     return upstream, slope, slope[:, None] * larger * (1.0 if forward else 1.0 + logs)
@@ -153,6 +175,21 @@ def _times_log(p: Array, q: Array) -> Array:
     return np.where(p == 0.0, 0.0, p * np.log(np.where(p == 0.0, 1.0, q)))
 
 
+def tell(book: Textbook, name: str, got: Array) -> str | None:
+    """Name a divergence that has no digits (DeepSpeed), being a difference of log-probabilities in float32."""
+    _, summands, of_close = _summands(book)
+    most = 4.0 * np.finfo(np.float32).eps * summands * book.w.max(initial=0.0)
+    if book.problem.reduction != "none":
+        most = most.sum(keepdims=True) / book.divisor
+    errors = np.abs(got - book.problem.expected[0].reshape(-1))
+    if name == "gradient" or not of_close.all() or not (errors <= most).all():
+        return None
+    return (
+        "the loss has the errors of log-probabilities in float32 that were subtracted: where student and teacher are "
+        "close, it is smaller than these errors, and has to be made of differences of their logits, or in float64"
+    )
+
+
 CASES = Cases()
 
 
@@ -176,6 +213,14 @@ def _near_teacher(setting: Setting) -> Problem:
     float64 the exact one would be another such difference.
     """
     return _with_teacher(setting, lambda student, rng: student * (1.0 + 2.0**-6 * rng.standard_normal(student.shape)))
+
+
+@CASES.case("close-teacher/float32", dtype="float32", reductions=("none", "mean", "sum"))
+def _close_teacher(setting: Setting) -> Problem:
+    """A student that has all but learnt: its divergence, some 1e-8, is below an ulp of the log-probabilities that are
+    subtracted. Differences of logits have its digits, and so has float64.
+    """
+    return _with_teacher(setting, lambda student, rng: student * (1.0 + 2.0**-13 * rng.standard_normal(student.shape)))
 
 
 @CASES.case("equal-logits")
@@ -214,6 +259,7 @@ KL = Kind(
     options=("temperature",),
     reductions=REDUCTIONS,
     arrays=("student", "teacher"),
+    tell=tell,
     fitted=drawn_teacher,
     cases=CASES,
     catches={

@@ -1,4 +1,4 @@
-"""Divergences over sharded classes in float32, step by step; a wrong candidate replaces one of the steps."""
+"""Divergences over sharded classes in float64, step by step; a wrong candidate replaces one of the steps."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ class Forward:
             return np.float32(loss), np.float32(gradient * factor / temperature)
 
     def log_softmax(self, s, logits):
-        z = logits / np.float32(s.temperature)
+        z = logits.astype(np.float64) / s.temperature
         top = self.over_ranks(s, z.max(axis=-1, initial=-np.inf), MPI.MAX)
         z = z - top[:, None]
         return z - np.log(self.over_ranks(s, np.exp(z).sum(axis=-1)))[:, None]
@@ -37,11 +37,21 @@ class Forward:
 
     def divergence(self, s):
         p, q = np.exp(s.log_p), np.exp(s.log_q)
-        of_class = np.where(q == 0.0, np.float32(0.0), q * (s.log_q - s.log_p))
+        of_class = np.where(q == 0.0, 0.0, q * (s.log_q - s.log_p))
         return self.over_ranks(s, of_class.sum(axis=-1)), p - q
 
     def factor(self, s):
         return 1.0
+
+
+class Differences(Forward):
+    """The same in float32, of the differences of logits; for a student that is close to its teacher."""
+
+    def divergence(self, s):
+        p, q = np.exp(np.float32(s.log_p)), np.exp(np.float32(s.log_q))
+        difference = s.teacher - s.student
+        common = np.log1p(self.over_ranks(s, (p * np.expm1(difference)).sum(axis=-1)))[:, None]
+        return self.over_ranks(s, (q * (difference - common)).sum(axis=-1)), p - q
 
 
 class TopK(Forward):
@@ -61,8 +71,8 @@ class TopK(Forward):
 
     def divergence(self, s):
         p, q = np.exp(s.log_p), np.exp(s.log_q)
-        q = np.where(self.chosen(s) | np.isnan(q), q, np.float32(0.0))
-        of_class = np.where(q == 0.0, np.float32(0.0), q * (s.log_q - s.log_p))
+        q = np.where(self.chosen(s) | np.isnan(q), q, 0.0)
+        of_class = np.where(q == 0.0, 0.0, q * (s.log_q - s.log_p))
         rows, mass = (self.over_ranks(s, each.sum(axis=-1)) for each in (of_class, q))
         return rows, mass[:, None] * p - q
 

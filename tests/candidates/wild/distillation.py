@@ -65,6 +65,13 @@ class LocalSum(Forward):
         return (q * (s.log_q - s.log_p)).sum(axis=-1), p - q
 
 
+class LogProbabilitiesInSingle(Forward):
+    """deepspeed 0.19.8, `deepspeed.sequence`: log-probabilities in float32, which are subtracted then."""
+
+    def log_softmax(self, s, logits):
+        return np.float32(super().log_softmax(s, logits))
+
+
 class CrossEntropy(Forward):
     """A cross entropy with the teacher's probabilities: its gradient is that of the divergence."""
 
