@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pce_mpi.arrays import as_array
+from pce_mpi.arrays import as_array, is_floating
 from pce_mpi.conformance.offers import Offer
 from pce_mpi.conformance.problems import Problem
 from pce_mpi.conformance.terms import Gradient
@@ -66,15 +66,18 @@ def gradients_of(returned: Any, problem: Problem, given: Mapping[str, Any]) -> d
 
 
 def array_of(value: Any, what: str) -> Any:
-    """Return a result as a NumPy or CuPy array on the same memory."""
+    """Return a result as a NumPy or CuPy array of floating-point numbers on the same memory."""
     if hasattr(value, "detach"):
         value = value.detach()  # a tensor with a graph does not export its numbers
-    if not isinstance(value, tuple | list) and value is not None:
-        try:
-            return as_array(value, what)
-        except TypeError as error:
-            raise BadResult(str(error)) from error
-    raise BadResult(f"{what} is due as an array, got {described(value)}")
+    if isinstance(value, tuple | list) or value is None:
+        raise BadResult(f"{what} is due as an array, got {described(value)}")
+    try:
+        array = as_array(value, what)
+    except TypeError as error:
+        raise BadResult(str(error)) from error
+    if not is_floating(array.dtype):
+        raise BadResult(f"{what} has dtype {array.dtype}, which is no floating-point one")
+    return array
 
 
 def described(value: Any) -> str:

@@ -395,6 +395,19 @@ def test_shards_of_any_size_are_within_offer(shards):
                     assert splits == chunks(problem.classes, ranks), case.name
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "loss"])
+def test_cases_of_one_kind_have_any_size(kind):
+    """Fewer classes than ranks, too."""
+    offer = Offer(kind=kind, options=KINDS[kind].options, gradient="value")
+    shared = {case.name for case in catalogue()}
+    own = [case for case in cases(offer) if case.name not in shared]
+    for case in own:
+        for ranks, classes in [(1, 1), (3, 2), (4, 5)]:
+            problem = problem_of(case, offer, ranks, rows=2, classes=classes)
+            assert problem.gradients and np.isfinite(problem.expected[0]).all(), case.name
+    assert own
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shards_are_uneven_or_empty_as_named(ranks):
     def lengths(name, shards="any"):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from candidates.correct import steps as correct
@@ -229,6 +230,35 @@ def test_step_is_judged_in_one_process_without_mpi():
     outcome = run_case(candidate, case_named("micro-batches", candidate), None)
     assert "each rank divides each micro-batch by its own count of valid tokens: " in outcome.findings[0].text
     assert run_case(candidate, case_named("data-ranks", candidate), None).verdict == Verdict.PASS
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize("which", [0, 1], ids=["loss", "gradient"])
+@pytest.mark.parametrize("dtype", [np.complex128, np.int64])
+def test_step_of_other_numbers_fails(which, dtype):
+    @offers(kind="step")
+    def candidate(logits, targets, *, comm, context_ranks, micro_batches):
+        given = list(pce.softmax_cross_entropy_value_and_grad(logits, targets))
+        given[which] = given[which].astype(dtype)
+        return tuple(given)
+
+    outcome = run_case(candidate, case_named("data-ranks", candidate), None)
+    name = ("loss", "gradient")[which]
+    assert f"the {name} has dtype {np.dtype(dtype)}, which is no floating-point one" in outcome.findings[0].text
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize("which", [1, 2], ids=["dhidden", "dw"])
+def test_complex_gradients_of_factors_fail(which):
+    @offers(kind="linear_entropy")
+    def candidate(hidden, w, **_):
+        given = [np.zeros(len(hidden)), np.zeros_like(hidden), np.zeros_like(w)]
+        given[which] = given[which].astype(np.complex64)
+        return tuple(given)
+
+    (case,) = cases(candidate, pattern="product/float32")
+    text = run_case(candidate, case, None).findings[0].text
+    assert f"{('dhidden', 'dw')[which - 1]} has dtype complex64, which is no floating-point one" in text
 
 
 def test_step_has_cases_of_its_own_alone():

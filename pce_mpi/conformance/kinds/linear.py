@@ -99,7 +99,7 @@ def _tiles(setting: Setting) -> Problem:
     """A last tile of the vocabulary that is not full, on each rank: columns beyond the last one count, or the number
     that stands for targets of other ranks is that of one of them (ml-cross-entropy#59).
     """
-    return _drawn(replace(setting, classes=setting.classes // setting.ranks * setting.ranks), features=8)
+    return _drawn(replace(setting, classes=max(1, setting.classes // setting.ranks) * setting.ranks), features=8)
 
 
 @CASES.case("padded-softcap/{dtype}", options=("softcap",), classes=21)
