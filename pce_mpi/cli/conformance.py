@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -271,13 +272,14 @@ class _Display:
     def __init__(self) -> None:
         self._bar = Bar("", 0, shown=False)
         self._said = ""
+        self._verdicts = Counter[Verdict]()
 
     def __str__(self) -> str:
         return str(self._bar) if self._bar.total else "nothing was run"
 
     def begin(self, total: int) -> None:
         self.close()
-        self._bar = Bar("conformance", total)
+        self._bar, self._verdicts = Bar("conformance", total), Counter()
 
     def started(self, case: str) -> None:
         self._bar.started(case)
@@ -286,7 +288,9 @@ class _Display:
         verdict = outcome.verdict
         unrun = verdict is Verdict.NOT_RUN
         line = verdict.failed or unrun
-        self._bar.finished(f"{verdict:11}  {outcome.case}", worth_a_line=line)
+        self._verdicts[verdict] += 1
+        so_far = ", ".join(f"{count} {each}" for each, count in self._verdicts.items())
+        self._bar.finished(f"{verdict:11}  {outcome.case}" if line else so_far, worth_a_line=line)
         if not line or not (unrun or verdict.unended):
             return
         # The cause, as soon as it is known. The findings after the first are the output of the ranks.

@@ -26,6 +26,13 @@ def errors_in(got: Array, exact: Array, unit: Array) -> Array:
     return np.where(special, np.where(same, 0.0, np.inf), error)
 
 
+def ulps_off(exact: float, error: float, allowed: float, unit: float, dtype: str) -> str:
+    """Say how far off a number is, and may be; 0 has no digits, and so no ulps that tell anything."""
+    if exact == 0.0:
+        return f"no more than {allowed * unit:.3g} is allowed"
+    return f"{error:.3g} ulp of {dtype} off, {allowed:.3g} allowed"
+
+
 class Compared:
     """Numbers beside the exact ones, with their errors in `_unit`s and what is allowed of each; all of one shape.
 
@@ -84,8 +91,8 @@ class Compared:
         digits = next((n for n in range(6, 17) if f"{got:.{n}g}" != f"{exact:.{n}g}"), 17)
         numbers = f"{quantity} is {got:.{digits}g} where {exact:.{digits}g} is right{place}"
         if math.isfinite(error):
-            allowed = self._allowed[worst]
-            return Finding(quantity, f"{numbers}: {error:.3g} ulp of {self._dtype} off, {allowed:.3g} allowed")
+            said = ulps_off(exact, error, self._allowed[worst], self._unit[worst], self._dtype)
+            return Finding(quantity, f"{numbers}: {said}")
         return Finding("not finite" if math.isfinite(exact) else quantity, numbers)
 
 

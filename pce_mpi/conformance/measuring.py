@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.comparing import Gradients, errors_in
+from pce_mpi.conformance.comparing import Gradients, errors_in, ulps_off
 from pce_mpi.conformance.diagnosis import MANY
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.kinds import KINDS
@@ -212,7 +212,7 @@ class Judge:
         wrong = int((self._errors[name] > 1.0).sum())
         row = int(np.argmax(errors)) if exact.ndim else 0
         where = row_name(recording.rows_shape, row) if exact.ndim else ""
-        worst, most = (float(np.atleast_1d(each)[row]) for each in (errors, limit))
+        worst, most, size = (float(np.atleast_1d(each)[row]) for each in (errors, limit, unit))
         best = float(errors_in(exact.astype(dtype_named(dtype)), exact, unit).max())
         accuracy = Accuracy(KINDS[name].noun, dtype, worst, best, most, where)
         measured = Measured(accuracy, float(np.median(errors)) if exact.ndim else None, wrong)
@@ -221,7 +221,7 @@ class Judge:
         rank = int(np.argmax(by_rank.reshape(len(got), -1)[:, row]))
         numbers = [float(np.atleast_1d(each)[row]) for each in (got[rank], exact)]
         text = f"{accuracy.quantity} is {numbers[0]:.9g} where {numbers[1]:.9g} is right{' in ' * bool(where)}{where}"
-        return measured, Finding(accuracy.quantity, f"{text}: {worst:.3g} ulp of {dtype} off, {most:.3g} allowed")
+        return measured, Finding(accuracy.quantity, f"{text}: {ulps_off(numbers[1], worst, most, size, dtype)}")
 
     def _named(self, name: str, wrong: Array, own: Finding | None) -> list[Finding]:
         """Name the fault by wrong rows and as many right ones; by all, if they are few."""

@@ -364,6 +364,14 @@ def test_wrong_number_differs_from_right_one_in_print():
     assert float(got) == pytest.approx(float(loss), rel=2.0**-41)
 
 
+def test_error_where_0_is_right_is_no_ulps():
+    problem = problem_named("one-class")
+    assert not problem.expected[0].any()
+    loss = np.full(problem.loss_shape, 0.5, np.float32)
+    (finding,) = judge(problem, answers_of(problem, loss=loss), STRICT).findings
+    assert "is 0.5 where 0 is right: no more than 1.06e-44 is allowed" in finding.text
+
+
 def test_differing_ranks_come_first_with_the_cause():
     problem = problem_named("random-logits/float32")
     answers = answers_of(problem)

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 import pytest
 
 from jobs.launch import complete
+from pce_mpi.cli.conformance import _Display
 from pce_mpi.conformance.catalogue import cases, catalogue
 from pce_mpi.conformance.fitting import unmet_need
 from pce_mpi.conformance.offers import EVERYTHING, Offer
@@ -187,7 +188,34 @@ def test_hint_without_declaration_names_offers():
             given.offer = offer
             hinted = words and len(given.outcomes) > 1
             for render in (terminal.render, markdown.render, html.render):
-                assert ("left out, as the offer has no more than" in render(given)) == hinted
+                assert ("left out: the signature tells the option weight, and" in render(given)) == hinted
+
+
+def test_hint_names_dtypes_beside_other_declarations():
+    given = report(PASS, replace(NOT_OFFERED, case="random-logits/bfloat16"))
+    given.offer = Offer(dims=(3,))
+    assert 'All logits were float32: @offers(dtypes=("float32", "bfloat16")) adds' in terminal.render(given)
+    given.offer = Offer(dims=(3,), dtypes=("bfloat16",))
+    assert "All logits were" not in terminal.render(given)
+
+
+@pytest.mark.parametrize(
+    ("strict", "factor", "said"),
+    [(False, 1.0, "usual"), (True, 1.0, "strict"), (False, 2.5, "usual, times 2.5"), (True, 0.5, "strict, times 0.5")],
+)
+def test_tolerance_is_told_in_words(strict, factor, said):
+    given = replace(report(PASS), strict=strict, tolerance=factor)
+    assert f"\ntolerance  {said}\n" in terminal.render(given)
+
+
+def test_progress_tells_verdicts_so_far(capsys):
+    display = _Display()
+    display.begin(20)
+    for number in range(20):
+        display.finished(replace(PASS if number % 4 else NOT_OFFERED, case=f"case-{number}"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "conformance 2/20  1 not offered, 1 pass"
+    assert lines[-1] == "conformance 20/20  5 not offered, 15 pass"
 
 
 def test_hint_has_three_declarations_that_open_most_cases():
@@ -195,13 +223,13 @@ def test_hint_has_three_declarations_that_open_most_cases():
     for case in catalogue(EVERYTHING):
         lacking = unmet_need(offer, case.needs, case.dtype)
         given.outcomes.append(outcome(case.name, Verdict.NOT_OFFERED if lacking else Verdict.PASS, note=lacking or ""))
-    found = re.search(r"@offers\((.*)\) opens (\d+), (\d+), (\d+) more", " ".join(terminal.render(given).split()))
-    declared = eval(f"dict({found[1]})")
+    found = re.findall(r"@offers\((.*?)\) opens (\d+) cases?[,.]", " ".join(terminal.render(given).split()))
+    declared = eval(f"dict({', '.join(declaration for declaration, _ in found)})")
     assert list(declared) == ["options", "dtypes", "probabilities"]
     opened = offer
-    for number, (name, value) in enumerate(declared.items(), start=2):
+    for (_, count), (name, value) in zip(found, declared.items(), strict=True):
         before, opened = opened, replace(opened, **{name: value})
-        assert len(cases(opened)) > len(cases(before)) and int(found[number]) > 5
+        assert len(cases(opened)) > len(cases(before)) and int(count) > 5
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,13 @@ def headline(report: Report) -> str:
 
 def facts(report: Report) -> dict[str, str]:
     """Return the settings of the run."""
-    strict = "strict, " if report.strict else ""
+    tolerance = ("strict" if report.strict else "usual") + f", times {report.tolerance:g}" * (report.tolerance != 1.0)
     return {
         "candidate": report.candidate,
         "offers": _offered(report.offer),
         "ranks": ", ".join(map(str, report.ranks)),
         "seed": str(report.seed),
-        "tolerance": f"{strict}what is allowed times {report.tolerance:g}",
+        "tolerance": tolerance,
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
     }
 
@@ -112,13 +112,17 @@ def _likeness(outcome: Outcome) -> str:
 def hint(report: Report) -> str:
     """Say how to get more cases; '' if the candidate declares more than its signature."""
     offer, plain = report.offer, Offer()
-    declared = (offer.dtypes, offer.dims, offer.probabilities) != (plain.dtypes, plain.dims, plain.probabilities)
-    if declared or not (most := _declarations(report)):
+    if offer.dtypes != plain.dtypes or not (most := _declarations(report)):
         return ""
+    alone = "All logits were float32"
+    if (offer.dims, offer.probabilities) != (plain.dims, plain.probabilities):
+        return f'{alone}: @offers(dtypes=("float32", "bfloat16")) adds what else the candidate takes.'
+    told = f"the option{'s' * (len(offer.options) > 1)} {', '.join(offer.options)}" if offer.options else "no option"
+    left = _counted(report.counts[Verdict.NOT_OFFERED], "case")
+    opened = ", then ".join(f"@offers({each}) opens {_counted(count, 'case')}" for each, count in most.items())
     return (
-        f"{_counted(report.counts[Verdict.NOT_OFFERED], 'case')} were left out, as the offer has no more than the "
-        f"signature tells, where {', '.join(offer.options) or 'no option'} can be read. As far as it is true, "
-        f"@offers({', '.join(most)}) opens {', '.join(map(str, most.values()))} more. The rest stays as it is. "
+        f"{alone}, and {left} were left out: the signature tells {told}, and the rest has to be declared. "
+        f"As far as it is true, {opened}. What is not named stays as it is. "
         "help(pce_mpi.conformance.offers) has all that can be declared."
     )
 
