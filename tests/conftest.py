@@ -12,7 +12,7 @@ import pytest
 
 from patience import slowdown
 from pce_mpi.comm.launch import launch, why_apart
-from record import Recorder, show_stacks_in
+from record import NOT_ASKED_FOR, Recorder, show_stacks_in
 import strict_cupy
 
 if TYPE_CHECKING:
@@ -78,22 +78,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--after", metavar="TEST", help="leave out the tests up to this one, which has ended a session")
     parser.addoption("--only-with-comm", action="store_true", help="leave out the tests that ask for no communicator")
     parser.addoption(
-        "--sizes", default="", metavar="N,N", help="leave out the tests that say they run at another of these sizes"
+        "--sizes",
+        default="",
+        metavar="N,N",
+        help="the sizes asked for (default: this one), as tests run at their own only",
     )
     parser.addoption("--gpu", action="store_true", help="run the tests of CuPy arrays, and no others, on a GPU")
     parser.addoption("--cupy-on-cpu", action="store_true", help="the same with CuPy on the CPU; needs no GPU, but g++")
 
 
+@pytest.hookimpl(trylast=True)  # what -k leaves out names no sizes
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.only_with_comm:
         keep(config, items, lambda item: asks_for(item, {"comm"}))
     if config.option.gpu:
         keep(config, items, lambda item: asks_for(item, {"cupy", "stand_in", "xp"}))
-    if config.option.sizes:
-        sizes = {int(size) for size in config.option.sizes.split(",")}
-        here = told.size if (told := launch()) else 1
-        # Without `comm` a test runs at the first size, whatever its file says.
-        keep(config, items, lambda item: here in (sizes_of(item) & sizes or sizes) or not asks_for(item, {"comm"}))
+    here = told.size if (told := launch()) else 1
+    asked = {int(size) for size in config.option.sizes.split(",")} if config.option.sizes else {here}
+    # A test runs at its own sizes alone: at those of them that are asked for, or else at them all.
+    sizes = {item: sizes_of(item) & asked or sizes_of(item) or asked for item in items if asks_for(item, {"comm"})}
+    config.stash[NOT_ASKED_FOR] = sorted(set().union(*sizes.values()) - asked)
+    # Without `comm` a test runs at the first size, whatever its file says.
+    keep(config, items, lambda item: here in sizes.get(item, {here}))
     if config.option.after:
         names = [item.nodeid for item in items]
         del items[: names.index(config.option.after) + 1]
@@ -104,7 +110,7 @@ def asks_for(item: pytest.Item, fixtures: set[str]) -> bool:
 
 
 def sizes_of(item: pytest.Item) -> set[int]:
-    """At how many ranks it runs, where several numbers of ranks are run."""
+    """At how many ranks it runs, if it does not run at any number of them."""
     marker = item.get_closest_marker("sizes")
     return set(marker.args) if marker else set()
 

@@ -7,6 +7,9 @@ import resource
 
 import pytest
 
+# The sizes that tests of a session name, where those that were asked for are none of them.
+NOT_ASKED_FOR = pytest.StashKey[list[int]]()
+
 
 class Recorder:
     """A pytest plugin that writes lines of JSON.
@@ -22,7 +25,8 @@ class Recorder:
 
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         if not session.testsfailed:  # otherwise a file could not be collected, and no test will run
-            self.write(event="collected", tests=[item.nodeid for item in session.items])
+            tests = [item.nodeid for item in session.items]
+            self.write(event="collected", tests=tests, not_asked_for=session.config.stash[NOT_ASKED_FOR])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(event="started", test=nodeid)

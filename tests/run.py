@@ -1,8 +1,9 @@
 """Run the tests: tests/ranks under mpiexec at each size, others once, each file in a process that launches jobs itself.
 
 A test in tests/ranks that does not ask for `comm` runs at the first size only, and one that is marked with `sizes` at
-these. With --gpu, all tests of CuPy arrays and no others run, on a GPU: those that also run on a stand-in for CuPy, and
-those of tests/gpu. With --cupy-on-cpu they run with CuPy itself on the CPU.
+these: at those of them that are asked for, or else at them all. With --gpu, all tests of CuPy arrays and no others run,
+on a GPU: those that also run on a stand-in for CuPy, and those of tests/gpu. With --cupy-on-cpu they run with CuPy
+itself on the CPU.
 """
 
 import argparse
@@ -72,6 +73,7 @@ class Run:
     """
 
     def __init__(self, name: str, ranks: int, command: list[str], is_part: bool = False) -> None:
+        self.arguments: list[str] = []
         self.is_part = is_part
         self.name = name
         self.waits = name in WAITING
@@ -82,6 +84,7 @@ class Run:
         self.failures: list[tuple[str, str]] = []
         self.running = ""
         self.waiting: list[str] = []
+        self.not_asked_for: list[int] = []
         self.seconds = 0.0
 
     def execute(self, may_be_empty: bool) -> Generator[None]:
@@ -148,7 +151,7 @@ class Run:
 
     def take_in(self, event: dict[str, Any]) -> None:
         if event["event"] == "collected":
-            self.waiting = event["tests"]
+            self.waiting, self.not_asked_for = event["tests"], event["not_asked_for"]
             return
         test = event["test"]
         if event["event"] == "started":
@@ -218,7 +221,7 @@ def main() -> int:
 def execute(runs: list[Run], may_be_empty: bool) -> None:
     """Execute them in this order, several at once where there are cores, and tell of each when it is over.
 
-    Interrupted, stop those that are under way.
+    Sizes that tests turn out to name follow, and are added to `runs`. Interrupted, stop those that are under way.
     """
     queues = [deque(run for run in runs if run.waits is waits) for waits in (False, True)]
     courses = dict[Run, Generator[None]]()
@@ -235,6 +238,10 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
                     print(f"{run.name}: {run.summary()}, {run.seconds:.1f} s", flush=True)
                     for _, text in run.failures:
                         print(f"\n===== {run.name}: {text}\n", flush=True)
+                    for more in [on_ranks(n, [*run.arguments, "--only-with-comm"]) for n in run.not_asked_for]:
+                        if more.name not in {other.name for other in runs}:
+                            runs.append(more)
+                            queues[False].append(more)
                 show_live("; ".join(f"{run.name}: {run.summary()}" for run in courses))
                 time.sleep(0.1)
         except KeyboardInterrupt:
@@ -312,23 +319,29 @@ def file_of(path: Path) -> Path:
     return Path(str(path).partition("::")[0])
 
 
+def on_ranks(n: int, arguments: list[str]) -> Run:
+    """Return the run of these arguments of Python on so many ranks, which remembers them."""
+    run = Run(f"{n} rank{'s' if n > 1 else ''}", n, job_command(n, *arguments))
+    run.arguments = arguments
+    return run
+
+
 def plan(options: argparse.Namespace) -> list[Run]:
     """Return the runs for these options, in order."""
     with_cupy = ["--gpu"] * options.gpu + ["--cupy-on-cpu"] * options.cupy_on_cpu
     everything = [RANKS, *[GPU] * options.gpu, JOBS, KERNELS] if with_cupy else [RANKS, JOBS, CONFORMANCE]
     paths = options.paths or [folder for folder in everything if folder.exists()]
-    on_ranks = [path for path in paths if any(path.is_relative_to(folder) for folder in (RANKS, PEERS, GPU))]
-    in_one_process = [path for path in paths if path not in on_ranks]
+    with_ranks = [path for path in paths if any(path.is_relative_to(folder) for folder in (RANKS, PEERS, GPU))]
+    in_one_process = [path for path in paths if path not in with_ranks]
     # Open MPI gives its ranks a terminal; what they print ends up in a pipe all the same.
     pytest = ["-m", "pytest", "--color=no", *(["-k", options.k] if options.k else []), *with_cupy]
     runs: list[Run] = []
-    if on_ranks:
+    if with_ranks:
         for n in options.n:
             # A test that asks for no communicator is the same at every size: it runs at the first one.
             once = ["--only-with-comm"] if runs else []
             sizes = f"--sizes={','.join(map(str, options.n))}"
-            command = job_command(n, *pytest, *once, sizes, *map(str, on_ranks))
-            runs.append(Run(f"{n} rank{'s' if n > 1 else ''}", n, command))
+            runs.append(on_ranks(n, [*pytest, *once, sizes, *map(str, with_ranks)]))
     if in_one_process and options.jobs:
         parts = dict[str, list[Path]]()
         for path in in_one_process:

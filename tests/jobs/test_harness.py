@@ -105,13 +105,23 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
         "\t@for number in `seq 20`; do printf 'failed: $@ %s %0500d\\n' $$number 0; done\n"
         "\t@echo much more; exit 1\n"
     )
-    (tmp_path / "apt-get").write_text("#!/bin/sh\n")
-    (tmp_path / "apt-get").chmod(0o755)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for program, does in {"apt-get": "exit", ".venv/bin/python": "echo a test of $# arguments fails; exit 1"}.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / program).chmod(0o755)
     job = complete([tmp_path / ".ci/run"], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert job.returncode == 1
     end = job.stdout[-4000:]
-    assert end.endswith("\nfailed: docs test test-peers test-kernels test-cupy\n")
-    for words in ["a page is missing", "failed: test 1 00", "failed: test-cupy 1 00", "torch is missing"]:
+    steps = r"make docs, make test, (\.venv/bin/python tests/run\.py -n 5 .*), "
+    steps += "make test-peers, make test-kernels, make test-cupy"
+    assert re.search(rf"\nfailed: {steps}\n$", end)
+    for words in [
+        "a page is missing",
+        "a test of 6 arguments fails",
+        "failed: test 1 00",
+        "failed: test-cupy 1 00",
+        "torch is missing",
+    ]:
         assert words in end
     assert "fine" not in end
 
@@ -248,9 +258,9 @@ def test_run_tells_outcome_by_size_and_in_total(suite):
         def test_that_is_long(comm):
             assert comm.size == 2
 
-        @pytest.mark.sizes(7)
-        def test_that_is_long_and_whose_size_is_not_run(comm):
-            pass
+        @pytest.mark.sizes(3, 4)
+        def test_of_sizes_that_are_not_asked_for(comm):
+            assert comm.size in (3, 4)
         """,
     )
     write(suite, "tests/jobs/test_it.py", "def test_it():\n    pass")
@@ -258,10 +268,34 @@ def test_run_tells_outcome_by_size_and_in_total(suite):
     assert job.returncode == 0
     words = [line.split() for line in job.stdout.splitlines()]
     assert ["passed", "failed", "skipped", "seconds"] in words
-    assert ["1", "rank", "3", "0", "1"] in [line[:5] for line in words]
-    assert ["2", "ranks", "4", "0", "0"] in [line[:5] for line in words]
+    assert ["1", "rank", "2", "0", "1"] in [line[:5] for line in words]
+    assert ["2", "ranks", "3", "0", "0"] in [line[:5] for line in words]
+    assert ["3", "ranks", "1", "0", "0"] in [line[:5] for line in words]
+    assert ["4", "ranks", "1", "0", "0"] in [line[:5] for line in words]
     assert ["jobs/test_it", "1", "0", "0"] in [line[:4] for line in words]
     assert closing_line(job) == "8 passed, 0 failed, 1 skipped"
+
+
+@pytest.mark.parametrize("start", ["run", "pytest"])
+def test_no_test_runs_at_sizes_of_others(suite, start):
+    write(
+        suite,
+        "tests/ranks/test_it.py",
+        """
+        import pytest
+
+        @pytest.mark.sizes(1)
+        def test_of_one_rank(comm):
+            assert comm.size == 1
+
+        @pytest.mark.sizes(1, 2)
+        def test_of_two_ranks_or_one(comm):
+            assert comm.size == 2
+        """,
+    )
+    job = run(suite, "-n", "2", "--no-jobs") if start == "run" else pytest_at(2, suite)
+    assert job.returncode == 0, job.stdout
+    assert ("2 passed, 0 failed" if start == "run" else "1 passed, 1 deselected") in closing_line(job)
 
 
 def test_file_that_waits_runs_beside_another(suite):

@@ -241,8 +241,6 @@ def test_planted_fault_is_caught_and_named(comm, planted):
 def test_subtle_fault_passes_random_logits(comm, planted):
     candidate = wrong(planted.fault)
     outcome = run_case(candidate, case_named(f"random-logits/{planted.dtype}", candidate), comm)
-    if planted.fault == "equal_shards_assumed" and len(set(np.diff(outcome.splits))) > 1:
-        pytest.skip("everybody's test has equal shards: run this on a number of ranks that divides 24")
     assert outcome.verdict == Verdict.PASS, outcome.findings
 
 
@@ -262,8 +260,6 @@ def test_result_of_no_numbers_is_a_finding(comm, text):
 
 @pytest.mark.sizes(2, 3)  # on one rank there is nothing to compare with
 def test_other_bits_fail_only_if_declared(comm):
-    if comm.size == 1:
-        pytest.skip("one rank has none to differ from: make test N=2 runs it")
     candidate = load("candidates.correct.three_all_reduces:candidate")
     declared = replace(offer_of(candidate), same_bits=True)
     outcomes = [run_case(candidate, case, comm, offer=declared) for case in cases(declared)]

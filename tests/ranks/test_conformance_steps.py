@@ -184,8 +184,6 @@ def test_every_wrong_step_has_a_test():
 @pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_planted_normalisation_is_named_with_effect(comm, planted):
-    if comm.size not in (2, 3):
-        pytest.skip("the words are those on 2 and on 3 ranks: make test N=2 runs it")
     candidate = planted.fault()
     outcome = run_case(candidate, case_named(planted.case, candidate), comm)
     assert outcome.failed
@@ -205,8 +203,6 @@ def test_right_step_passes_whatever_trainer_averages(comm, candidate):
 @pytest.mark.sizes(2)  # what a dtype rounds does not depend on the ranks
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 def test_step_in_other_dtype_is_named_or_passes(comm, dtype):
-    if comm.size == 1:
-        pytest.skip("one rank has no count of its own: make test N=2 runs it")
     for candidate, words in (
         (by_hand, None),
         (wrong.OwnMicroBatches(), OWN.partition(":")[0]),

@@ -101,8 +101,6 @@ def test_wrong_element_changes_results_from_there(comm):
 
 @pytest.mark.sizes(2, 3, 4)
 def test_replicas_that_differ_raise_on_every_rank(comm):
-    if comm.size == 1:
-        pytest.skip("one rank has none to differ from: make test N=2 runs it")
     mesh = mesh_of(comm, comm.size)
     off = pce.op(lambda y: y + (comm.rank == comm.size - 1), rule=lambda shape: Rule.of("ij->ij", shape), name="off")
     x = pce.distribute(X, mesh)
@@ -145,8 +143,6 @@ def test_fingerprints_are_not_events(comm):
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("tracing", ["first", "last"])
 def test_only_some_ranks_fingerprint_raises_everywhere(comm, impatient, tracing):
-    if comm.size == 1:
-        pytest.skip("one rank has none to differ from: make test N=2 runs it")
     mesh = mesh_of(comm, comm.size)
     x = pce.distribute(X, mesh, data=Shard(0))
     here = comm.rank == {"first": 0, "last": comm.size - 1}[tracing]
