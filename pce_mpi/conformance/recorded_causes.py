@@ -28,6 +28,8 @@ def fitted_scale(name: str, problem: Problem, got: Array) -> float | None:
     declared = float(problem.options.get("logit_scale", 1.0))
 
     def error(scale: float) -> Array:
+        if not 0.0 < scale < np.inf:
+            return np.full_like(got, np.inf)
         options = {**problem.options, "logit_scale": scale}
         return np.asarray(exact_numbers(name, replace(problem, options=options))[0]) - got
 
@@ -39,7 +41,7 @@ def fitted_scale(name: str, problem: Problem, got: Array) -> float | None:
         if np.isnan(step):  # as numbers of equal logits depend on no scale
             return None
         scale *= float(np.exp(np.clip(step, -1.0, 1.0)))
-    return scale if _size(error(scale)) * _FITS <= _size(error(declared)) else None
+    return scale if _size(error(scale)) * _FITS < _size(error(declared)) else None
 
 
 def dtype_of_rounded(name: str, problem: Problem, exact: Array, got: Array, dtypes: Sequence[str]) -> str | None:

@@ -49,18 +49,25 @@ def _dtype(text: str) -> str:
     return text
 
 
+def _number(text: str) -> float:
+    number = float(text)
+    if math.isnan(number):
+        raise ValueError("a number is due")
+    return number
+
+
 # The names of metadata, and what their texts say.
 _METADATA: dict[str, Callable[[str], Any]] = {
     "rank": int,
     "ranks": int,
-    **{name: int if name == "ignore_index" else float for name in OPTIONS if name != "weight"},
+    **{name: int if name == "ignore_index" else _number for name in OPTIONS if name != "weight"},
     "reduction": _one_of(*REDUCTIONS),
     "smoothing": _one_of("all", "others"),
     "num_classes": int,
     "logits_dtype": _dtype,
     "top_k": int,
-    "top_p": float,
-    "min_p": float,
+    "top_p": _number,
+    "min_p": _number,
 }
 _IGNORED = {"format"}  # that other writers add
 
@@ -249,12 +256,13 @@ class Recording:
         self.targets = None
         if is_floating(self._first.dtype("targets")):
             return
-        targets, *others = (file.read("targets").reshape(-1).astype(np.int64) for file in self._files)
+        targets, *others = (file.read("targets").reshape(-1) for file in self._files)
         for rank, other in enumerate(others, start=1):
             if (different := np.flatnonzero(targets != other)).size:
                 self._refuse(f"the targets of rank {rank} differ from those of rank 0 in row {different[0]}")
-        inside = (targets >= 0) & (targets < self.classes) | (targets == options.get("ignore_index", -100))
-        if classes and not inside.all():
+        last = self.classes if classes else np.iinfo(np.int64).max
+        inside = (targets < last) & ((targets >= 0) | (not classes)) | (targets == options.get("ignore_index", -100))
+        if not inside.all():
             wrong = target_text(targets, self.rows_shape, int(np.flatnonzero(~inside)[0]))
-            self._refuse(f"{wrong} is outside [0, {self.classes})")
-        self.targets = targets
+            self._refuse(f"{wrong} is outside [0, {last})")
+        self.targets = targets.astype(np.int64)

@@ -466,3 +466,36 @@ def test_judge_shows_progress_and_status(tmp_path):
     good(tmp_path / "dump")
     run = complete([sys.executable, "-m", "pce_mpi", "judge", str(tmp_path / "dump")])
     assert run.returncode == 0 and run.stdout.endswith("right\n") and "judge 1/1" in run.stderr
+
+
+@pytest.mark.parametrize("scale", ["1e308", "1.7e308", "1e-308", "5e-324"])
+def test_temperature_beyond_float64_loses_no_verdict(tmp_path, scale, capsys):
+    logits, targets = drawn(np.float64)
+    logits /= 8.0 * max(1.0, float(scale))
+    right = dense.class_statistics(logits * float(scale), targets)
+    for name, numbers in (("noise", right.log_prob + rng().standard_normal(ROWS)), ("zero", np.full(ROWS, -7.0))):
+        shared = {"targets": targets, "log_prob": numbers}
+        folder = write(tmp_path / name, shared=shared, shards={"logits": logits}, logit_scale=scale)
+        assert status(folder) == 1
+        assert "FAIL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "logit_scale", "softcap", "top_p", "min_p"])
+def test_nan_is_no_option(tmp_path, name, capsys):
+    logits, targets = drawn()
+    write(tmp_path, shared={"targets": targets, "loss": np.zeros(ROWS)}, shards={"logits": logits}, **{name: "nan"})
+    assert status(tmp_path) == 2
+    assert f"the metadata {name} = 'nan': a number is due" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [2**64 - 100, 2**63 + 5, 2**63, CLASSES])
+def test_large_target_is_no_ignored_row(tmp_path, wrong, capsys):
+    logits, targets = drawn()
+    shared = {"targets": targets.astype(np.uint64), "log_prob": np.zeros(ROWS)}
+    shared["targets"][0, 1] = wrong
+    assert status(write(tmp_path, shared=shared, shards={"logits": logits})) == 2
+    assert f"targets[0, 1] = {wrong} is outside [0, {CLASSES})" in capsys.readouterr().err
+    if wrong > CLASSES:  # a rollout has no logits
+        write(tmp_path / "a", shared=shared | {"targets": targets}, shards={"logits": logits})
+        assert status(tmp_path / "a", write(tmp_path / "b", shared=shared)) == 2
+        assert f"targets[0, 1] = {wrong} is outside [0, {2**63 - 1})" in capsys.readouterr().err

@@ -340,7 +340,7 @@ def test_full_disk_of_progress_loses_no_report(arguments, status, shown, here):
     assert shown in done.stdout
 
 
-def test_words_of_a_rank_that_fails_alone_are_shown(here):
+def test_words_of_rank_failing_alone_are_shown(here):
     job = launch(3, *COMMAND, "rehearse", str(here / "elsewhere.py"), "--mesh=data=2", env={"PCE_MPI_TIMEOUT": "20"})
     assert job.returncode == 2
     told = re.escape(f"on rank 1 of 3: error: {here / 'elsewhere.py'}:8: {{}}['key']\nKeyError: 'key'\n")
