@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise, product, zip_longest
 import math
@@ -14,6 +14,9 @@ from pce_mpi.distributed.mesh import Mesh, checked_dims
 from pce_mpi.distributed.sharding import Coordinates, Sharding, balanced_splits
 from pce_mpi.ledger import keeping
 from pce_mpi.scalars import real
+
+# One run for each kind of rank: those of a large program take seconds each.
+_MOST_KINDS = 10_000
 
 
 def rehearse(
@@ -43,10 +46,12 @@ def rehearse(
     Raises
     ------
     TypeError
-        If `program` is no function, or asks for the value of an element.
+        If `program` is no function that runs when it is called, or asks for the value of an element.
     ValueError
-        If the sizes are none, a link is no pair of positive numbers of a dim, or the program sends something else when
-        it runs for another kind of rank.
+        If the sizes are none or those of more than 4,194,304 ranks, a link is no pair of positive numbers of a dim,
+        the program sends something else when it runs for another kind of rank, or there are more than 10,000 kinds.
+    RuntimeError
+        If the program sends something over a communicator that has ranks.
     Exception
         The error that the program raises.
 
@@ -74,6 +79,16 @@ def rehearse(
     >>> trace.bytes(phase="forward", over="model"), trace.memory["parameters"]
     (320, 32000)
     """
+    return rehearsed(program, mesh, links, iter)
+
+
+def rehearsed(
+    program: Callable[[Mesh], object],
+    mesh: Mesh | Mapping[str, int],
+    links: Mapping[str, tuple[float, float]] | None,
+    follow: Callable[[list[dict[str, int]]], Iterable[Coordinates]],
+) -> Rehearsal:
+    """Rehearse; `follow` yields each of the further kinds of ranks, and may show how many of them are done."""
     if not callable(program):
         raise TypeError(f"program must be a function that takes a mesh, got {program!r}")
     if not isinstance(mesh, Mesh | Mapping):
@@ -82,7 +97,7 @@ def rehearse(
     checked = _checked_links({} if links is None else links, sizes)
     first, shardings = _run(program, sizes, dict.fromkeys(sizes, 0))
     first.links = checked
-    for coordinates in _other_kinds(sizes, shardings):
+    for coordinates in follow(list(_other_kinds(sizes, shardings))):
         _take_most(first, _run(program, sizes, coordinates)[0], coordinates)
     return first
 
@@ -91,7 +106,14 @@ def _run(program: Callable[[Mesh], object], sizes: dict[str, int], at: Coordinat
     """Return the rehearsal of the rank at these coordinates, and the shardings of all arrays."""
     here = Mesh.without_ranks(at, **sizes)
     with untraced(), trace() as noted, keeping() as ledger:
-        program(here)
+        result = program(here)
+        if isinstance(result, AsyncGenerator | Coroutine | Generator):
+            if isinstance(result, Coroutine):
+                result.close()  # or Python warns of it
+            raise TypeError(
+                f"program must be a function that runs when it is called; {program!r} returned a "
+                f"{type(result).__name__}, of which nothing has run: it must have no `yield` and no `async`"
+            )
     assert here.shardings is not None
     return Rehearsal(sizes, noted.events, ledger.most, {}), here.shardings
 
@@ -147,6 +169,11 @@ def _other_kinds(sizes: dict[str, int], shardings: set[Sharding]) -> Iterator[di
     for sharding in uneven:
         for dim, places in _starts(sharding):
             starts[dim].update(places)
+    if (count := math.prod(map(len, starts.values()))) > _MOST_KINDS:
+        raise ValueError(
+            f"the shards of this program's arrays have so many lengths that it would run for {count:,} kinds of "
+            f"ranks; at most {_MOST_KINDS:,} are rehearsed: take lengths that the dims divide, or a smaller mesh"
+        )
     known: set[tuple[Any, ...]] = set()
     for place in product(*map(sorted, starts.values())):
         at = dict(zip(sizes, place, strict=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
 import json
 from pathlib import Path
 import runpy
@@ -10,11 +12,18 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pce_mpi.autograd.rehearsal import rehearse
+from pce_mpi.autograd.rehearsal import rehearsed
 from pce_mpi.cli.arguments import link, mesh_sizes, words
+from pce_mpi.cli.progress import progress
+from pce_mpi.cli.streams import Unwritten
+from pce_mpi.conformance.texts import bounded, text_of, visible
+from pce_mpi.distributed.sharding import Coordinates
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+# The characters of an error.
+_MOST_TEXT = 2_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +61,11 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         found = runpy.run_path(path).get(name)
         if found is None:
             raise ValueError(f"{path} has no function {name!r}: name one as in {path}:FUNCTION")
-        trace = rehearse(found, options.mesh, links=dict(options.link))
-    except Exception as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        told = f"{path}:{own[-1].lineno}: {own[-1].line}\n{type(error).__name__}: {error}" if own else error
-        print(f"error: {told}", file=sys.stderr)
+        trace = rehearsed(found, options.mesh, dict(options.link), partial(_followed, comm=comm))
+    except Unwritten:
+        raise
+    except (Exception, SystemExit) as error:
+        print(visible(bounded(f"error: {_told(error, path)}", _MOST_TEXT)), file=sys.stderr)
         return 2
     if options.json:
         head, *rows = trace.rows()
@@ -66,3 +75,21 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     else:
         print(trace)
     return 0
+
+
+def _followed(kinds: Sequence[Coordinates], comm: MPI.Intracomm | None) -> Iterator[Coordinates]:
+    """Yield each kind of ranks, and show how many there are and have been rehearsed."""
+    names = [", ".join(f"{dim}={at}" for dim, at in kind.items()) for kind in kinds]
+    for kind, _ in zip(kinds, progress("kinds of ranks", names, comm), strict=True):
+        yield kind
+
+
+def _told(error: BaseException, path: str) -> str:
+    """Say what ended a program, and in which of its lines."""
+    text = text_of(error)
+    if isinstance(error, SystemExit):
+        text = f"{text}: a program that is rehearsed has to return".removeprefix(": ")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    if own:
+        return f"{path}:{own[-1].lineno}: {own[-1].line}\n{type(error).__name__}: {text}"
+    return text or type(error).__name__

@@ -18,6 +18,7 @@ import numpy as np
 
 from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.errors import CollectiveError, CollectiveTimeout
+from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.comm.tracing import Purpose, cause
 
@@ -104,7 +105,8 @@ def agree_on_call(
     channel = channel_of(comm, operation)
     call_or_failure = checksum if error is None else checksum + _FAILED
     header = np.array((call_or_failure, *facts, *(0,) * (FACTS - len(facts))), np.int64)
-    headers = np.empty((channel.size, 1 + FACTS), np.int64)
+    messages = 1 if type(channel) is NoRanks else channel.size  # that of this rank stands for all of them
+    headers = np.empty((messages, 1 + FACTS), np.int64)
     why = cause(operation, over, "every rank makes the same call and its checks passed")
     gather, waiting_in = channel.comm.Iallgather, f"{operation}: agreement"
     channel.run(
@@ -112,13 +114,13 @@ def agree_on_call(
     )
     # Lists of so few numbers are compared three times as fast as arrays.
     calls, *said = zip(*headers.tolist(), strict=True)
-    if calls != (checksum,) * channel.size:
+    if calls != (checksum,) * messages:
         getattr(comm, "refused", _nobody_listens)()
         if max(calls) >= _FAILED:
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
         mine = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
         raise CollectiveError(_differences(all_gather_text(json.dumps(mine), comm, operation=operation, over=over)))
-    return said[: len(facts)]
+    return said[: len(facts)] if messages == channel.size else [each * channel.size for each in said[: len(facts)]]
 
 
 def _nobody_listens() -> None: ...

@@ -33,6 +33,7 @@ from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group
 from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
+from pce_mpi.ledger import open_ledger
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -233,7 +234,11 @@ def _channel_key() -> int:
 
 def channel_of(comm: MPI.Intracomm | NoRanks | TorchGroup, operation: str) -> Any:
     """Return the `Channel` on the cached duplicate of `comm`, collective the first time; the others are their own."""
-    if isinstance(comm, NoRanks | TorchGroup):
+    if isinstance(comm, NoRanks):
+        return comm
+    if open_ledger() is not None:
+        raise RuntimeError(f"{operation}: nothing is sent in a rehearsal, and this communicator has ranks")
+    if isinstance(comm, TorchGroup):
         return comm
     check_mpi()
     channel: Any = comm.Get_attr(_channel_key())

@@ -8,7 +8,7 @@ import re
 import sysconfig
 import traceback
 
-from pce_mpi.conformance.texts import bounded
+from pce_mpi.conformance.texts import bounded, text_of
 
 _KIT = Path(__file__).parent
 # The folder in which the user started the command, whatever the candidate does then.
@@ -27,10 +27,7 @@ def innermost(stack: str) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return the error in one line, with the candidate's innermost line that it came from."""
-    try:
-        first = str(error).strip().partition("\n")[0]
-    except Exception as another:  # its own, of its class
-        first = f"no text, as its __str__ raised {type(another).__name__}"
+    first = text_of(error).strip().partition("\n")[0]
     text = bounded(f"{type(error).__name__}: {first}" if first else type(error).__name__, _MOST_TEXT)
     frames = reversed(traceback.extract_tb(error.__traceback__))
     place = _innermost((frame.filename, str(frame.lineno), frame.name) for frame in frames)

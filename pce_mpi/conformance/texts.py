@@ -27,6 +27,14 @@ def bounded(text: str, most: int) -> str:
     return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
 
 
+def text_of(error: BaseException) -> str:
+    """Return `str(error)`, or say that it raises."""
+    try:
+        return str(error)
+    except Exception as another:  # its own, of its class
+        return f"no text, as its __str__ raised {type(another).__name__}"
+
+
 def visible(text: str) -> str:
     """Remove colours, and replace what else would steer a terminal."""
     return _COLOR.sub("", text).translate(_CONTROL)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # The number of past operations that can be told apart by name.
 _REMEMBERED = 64
+# A sharded axis has a split point for each rank: an operation on this many takes seconds and 100 MB.
+_MOST_RANKS = 2**22
 # Stands for all operations before a refused one.
 _REFUSED = "an operation that was refused"
 # The other named arguments of functions that take placements by dim.
@@ -106,7 +108,7 @@ class Mesh:
 
     @classmethod
     def without_ranks(cls, coordinates: Mapping[str, int] | None = None, /, **dims: int) -> Mesh:
-        """Make a mesh of any size without its ranks, for hollow arrays: operations note what they would send.
+        """Make a mesh without its ranks, for hollow arrays: operations note what they would send.
 
         Parameters
         ----------
@@ -123,7 +125,7 @@ class Mesh:
         Raises
         ------
         TypeError, ValueError
-            For sizes that are none, and coordinates outside the mesh.
+            For sizes that are none, more than 4,194,304 ranks, and coordinates outside the mesh.
 
         Notes
         -----
@@ -135,6 +137,8 @@ class Mesh:
         24
         """
         sizes = checked_dims(dims)
+        if (ranks := math.prod(sizes.values())) > _MOST_RANKS:
+            raise ValueError(f"a mesh without ranks stands for at most {_MOST_RANKS:,} ranks, got {ranks:,}")
         here = {**dict.fromkeys(sizes, 0), **(coordinates or {})}
         for dim, at in here.items():
             if not 0 <= at < sizes.get(dim, 0):

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 from typing import get_type_hints
 
 import numpy as np
@@ -388,3 +389,13 @@ def test_exception_ends_job_without_mpi4py_runner():
     job = complete(plain, env=job_environment(3))
     assert job.returncode != 0
     assert "on rank 1 of 3" in job.stderr
+
+
+def test_action_shows_no_report_of_an_earlier_step(tmp_path):
+    script = textwrap.dedent((ROOT / "action.yml").read_text().rpartition("      run: |\n")[2])
+    environment = {"RUNNER_TEMP": str(tmp_path), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
+    for candidate, status in (("pce", 0), ("missing.py:f", 2)):
+        chosen = {"CANDIDATE": candidate, "ARGUMENTS": "-n 1 --case random-logits/float32"}
+        job = complete(["bash", "-e", "-c", script], env=job_environment(1) | environment | chosen)
+        assert job.returncode == status, job.stderr
+    assert (tmp_path / "summary").read_text().count("Conformance of") == 1

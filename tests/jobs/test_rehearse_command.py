@@ -26,6 +26,28 @@ def stops(mesh):
 
 def looks_up(mesh):
     return {}['key']
+
+def leaves(mesh):
+    sys.exit()
+
+def leaves_with_words(mesh):
+    sys.exit("too small")
+
+def yields(mesh):
+    yield program(mesh)
+
+async def waits(mesh):
+    program(mesh)
+
+def talks(mesh):
+    raise ValueError("\\x1b]0;title" + "long " * 10_000)
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyError("no")
+
+def is_mute(mesh):
+    raise Mute
 """
 COMMAND = ["-m", "pce_mpi", "rehearse"]
 
@@ -73,6 +95,13 @@ def test_rehearse_takes_step_of_large_transformer():
         (["{}:stops", "--mesh", "data=2"], "rehearsed=0.0"),
         (["{}:stops", "--mesh", "data=2"], "own.py:14: pce.distribute(np.ones(1), mesh).item()\nTypeError: hollow"),
         (["{}:looks_up", "--mesh", "data=2"], "own.py:17: return {}['key']\nKeyError: 'key'"),
+        (["{}:leaves", "--mesh", "data=2"], "sys.exit()\nSystemExit: a program that is rehearsed has to return"),
+        (["{}:leaves_with_words", "--mesh", "data=2"], "SystemExit: too small: a program that is rehearsed has to"),
+        (["{}:yields", "--mesh", "data=2"], "generator, of which nothing has run"),
+        (["{}:waits", "--mesh", "data=2"], "coroutine, of which nothing has run"),
+        (["{}:talks", "--mesh", "data=2"], "ValueError: \N{REPLACEMENT CHARACTER}]0;titlelong long"),
+        (["{}:is_mute", "--mesh", "data=2"], "Mute: no text, as its __str__ raised KeyError"),
+        (["{}", "--mesh", "data=1000000000000"], "at most 4,194,304 ranks"),
         (["{}", "--mesh", "model=2"], "the mesh has no dim 'data'"),
         (["{}"], "required: --mesh"),
         (["{}", "--mesh", "=2"], "such as data=512,model=8"),
@@ -90,7 +119,21 @@ def test_rehearse_explains_what_is_wrong(path, arguments, told, capsys, monkeypa
     with pytest.raises(SystemExit) as ended:
         main(["rehearse", *(each.format(path) for each in arguments)])
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert told in printed.err and not printed.out
+    assert len(printed.err) < 3_000
+
+
+def test_file_that_exits_is_no_rehearsal(tmp_path):
+    (tmp_path / "own.py").write_text("import sys\nsys.exit(0)\n")
+    job = launch(1, *COMMAND, str(tmp_path / "own.py"), "--mesh", "data=2")
+    assert (job.returncode, job.stdout) == (2, "")
+    assert "own.py:2: sys.exit(0)" in job.stderr and "has to return" in job.stderr
+
+
+def test_rehearse_says_how_many_kinds_there_are(path):
+    job = launch(1, *COMMAND, path, "--mesh", "data=3")  # 3, 3 and 2 rows
+    assert (job.returncode, job.stderr) == (0, "kinds of ranks 1/1  data=2\n")
 
 
 @pytest.mark.parametrize(("ranks", "mesh", "dims"), [(3, [], ["ranks"]), (2, ["--mesh", "data=2,model=1"], ["data"])])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 import math
+import tracemalloc
 from typing import Any
 from weakref import finalize
 
@@ -191,9 +192,27 @@ def sharded(mesh: Mesh, *shape: int) -> DistArray:
     return pce.distribute(np.ones(shape), mesh, data=Shard(0))
 
 
+async def waits(mesh: Mesh) -> None:
+    sharded(mesh, 5)
+
+
+async def waits_and_yields(mesh: Mesh) -> Any:
+    yield sharded(mesh, 5)
+
+
+def of_many_lengths(mesh: Mesh) -> None:
+    for length in range(65, 125):
+        for dim in mesh.dims:
+            sharded_by: dict[str, Any] = {dim: Shard(0)}
+            pce.distribute(np.ones(length), mesh, **sharded_by)
+
+
 @pytest.mark.parametrize(
     ("ask", "error", "text"),
     [
+        (lambda mesh: (sharded(mesh, rows) for rows in (5, 6)), TypeError, "generator, of which nothing has run"),
+        (waits, TypeError, "coroutine, of which nothing has run"),
+        (waits_and_yields, TypeError, "async_generator, of which nothing has run"),
         (lambda mesh: pce.sum(sharded(mesh, 5)).item(), TypeError, "rehearsed=0.0"),
         (lambda mesh: float(pce.sum(sharded(mesh, 5))), TypeError, "rehearsed=0.0"),
         (lambda mesh: f"{pce.sum(sharded(mesh, 5)).full():.3f}", TypeError, "rehearsed=0.0"),
@@ -236,6 +255,34 @@ def test_rehearsal_refuses_in_words(ask, error, text):
 def test_rehearsal_refuses_wrong_arguments(program, mesh, links, text):
     with pytest.raises((TypeError, ValueError), match=text):
         pce.rehearse(program, mesh, links=links)
+
+
+def test_mesh_beyond_measure_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"at most 4,194,304 ranks, got 1,000,000,000,000"):
+        pce.rehearse(sharded, {"data": 10**12})
+    with pytest.raises(ValueError, match=r"would run for 226,981 kinds of ranks; at most 10,000 are rehearsed"):
+        pce.rehearse(of_many_lengths, {"a": 64, "b": 64, "c": 64})
+
+
+def test_agreement_without_ranks_takes_no_messages():
+    ranks = 1_000_000
+    mesh = Mesh.without_ranks(data=ranks)
+    tracemalloc.start()
+    assert mesh.agree(["data"], "nothing", {}, fact=3) == [3] * ranks
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50 * ranks  # a message of each rank takes 56 bytes, and more as a list
+
+
+def test_rehearsal_sends_nothing_over_real_ranks(comm):
+    def loss(mesh: Mesh | None = None) -> object:
+        return pce.softmax_cross_entropy(np.zeros((2, 3)), np.zeros(2, int), comm=comm)
+
+    for program in (loss, lambda _: Mesh(comm, data=comm.size)):
+        with pce.trace() as trace, pytest.raises(RuntimeError, match="nothing is sent in a rehearsal"):
+            pce.rehearse(program, {"data": 2})
+        assert not trace.events
+    np.testing.assert_allclose(loss(), np.log(3 * comm.size))
 
 
 def test_program_gives_numbers_and_arrays_of_its_own():
