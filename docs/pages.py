@@ -13,19 +13,12 @@ import shutil
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "build/pages"
-MODULES = "examples/modules.md"
-# How a program says that it is started; examples without that are modules of the others.
-START = re.compile(r"^(?://)? {4,5}(?:mpiexec|torchrun|python) ", re.MULTILINE)
-
 # By its name in the repository, each source that has a page, and that page.
 PAGES = {
     **{name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md")},
     **{f"docs/{path.name}": path.name for path in ROOT.glob("docs/*.*") if path.suffix in (".css", ".md", ".svg")},
     **{"README.md": "index.md", "docs/index.md": "pages.md", "docs/tour.ipynb": "tour.md"},
-    **{
-        f"examples/{path.name}": f"examples/{path.stem}.md" if START.search(path.read_text("utf-8")) else MODULES
-        for path in sorted(ROOT.glob("examples/*.*"))
-    },
+    **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.*"))},
 }
 TOKEN = re.compile(
     r"^```math\n(?P<block>.*?)^```$|(?P<code>^ *```.*?^ *```$|`[^`]+`)|\$(?P<inline>[^$\n]+)\$|\]\((?P<link>[^)\s]+)\)",
@@ -77,14 +70,6 @@ def page_of_example(path: Path) -> str:
     return page_of(page, f"examples/{path.name}")
 
 
-def page_of_modules() -> str:
-    page = "# Modules of the examples\n\nWhat the programs share, each under 80 lines.\n"
-    for path in (ROOT / name for name, target in PAGES.items() if target == MODULES):
-        about, source = parts_of(path)
-        page += f"\n## {path.name}\n\n{about}\n\n```python\n{source}```\n"
-    return page
-
-
 def page_of_notebook(path: Path) -> str:
     """Return a notebook as it stands, with the outputs that are kept in it."""
     page = ""
@@ -106,9 +91,7 @@ def main() -> None:
     (TARGET / "examples").mkdir(parents=True)
     for source, target in PAGES.items():
         path = ROOT / source
-        if target == MODULES:
-            text = page_of_modules()
-        elif source.startswith("examples/"):
+        if source.startswith("examples/"):
             text = page_of_example(path)
         elif path.suffix == ".ipynb":
             text = page_of_notebook(path)

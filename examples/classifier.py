@@ -17,21 +17,20 @@ ranks:
     mpiexec -n 3 python -m mpi4py examples/classifier.py --features x.npy --labels y.npy --resume half
 """
 
-from argparse import ArgumentParser
-import contextlib
+from argparse import ArgumentParser, ArgumentTypeError
 from functools import partial
+import os
+from pathlib import Path
+import sys
 from zipfile import BadZipFile
 
 from mpi4py import MPI
 import numpy as np
+from threadpoolctl import threadpool_limits
+from tqdm import tqdm
 
-from command_line import parse_arguments
-from comparison import stop
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
-from pce_mpi.cli.progress import Bar
-from pce_mpi.conformance.reports.files import write_figure
-from training_options import file, number, picture, replaceable
 
 NUMBERS = (
     ("classes", 1, 1_000_000, "classes; with --labels at least the largest label + 1"),
@@ -50,6 +49,7 @@ NUMBERS = (
 FILES = (
     ("features", "rb", "rows of features: an array in a .npy, or a sparse matrix of SciPy in a .npz"),
     ("labels", "rb", "the class of each row: whole numbers in a .npy"),
+    ("save", "ab", "keep everything at each validation"),
     ("resume", "rb", "go on with what was saved, by any number of ranks"),
     ("plot", "ab", "draw both curves (needs matplotlib)"),
 )
@@ -184,15 +184,15 @@ def train(model, features, labels, args):
     except (KeyError, OSError, ValueError) as problem:  # which every rank raises
         stop(model.mesh.comm(*model.mesh.dims), f"classifier.py: error: {problem}")
     here, curves = model.mesh.rank == 0, {"training": list[tuple[int, float]](), "validation": []}
-    with contextlib.closing(Bar("training", last - first, shown=here)) as bar:
-        for step in range(first, last):
-            curves["training"].append((step, model.step(features, labels, step)))
-            bar.finished(f"loss {curves['training'][-1][1]:.3f}")
+    with tqdm(range(first, last), "training", last, initial=first, disable=not here, mininterval=1) as bar:
+        for step in bar:
+            curves["training"].append((step, loss := model.step(features, labels, step)))
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             if (step + 1) % args.every == 0 or step + 1 == last:
                 loss, top1, top5 = model.validate(features, labels)
                 curves["validation"].append((step + 1, loss))
                 if here:
-                    print(f"step {step + 1:5}: loss {loss:.4f}, top-1 {top1:.1%}, top-5 {top5:.1%}", flush=True)
+                    tqdm.write(f"step {step + 1:5}: loss {loss:.4f}, top-1 {top1:.1%}, top-5 {top5:.1%}")
                 if args.save:
                     model.save(args.save, step + 1)
     return curves
@@ -207,7 +207,60 @@ def plot(path, curves, classes):
         axes.plot(*np.transpose(points), style, label=name)
     axes.grid(alpha=0.3)
     axes.legend()
-    write_figure(path, figure)
+    figure.savefig(path, dpi=150)
+
+
+def stop(comm, message):
+    """End the job with status 1; rank 0 prints why."""
+    if comm.rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    comm.Barrier()
+    MPI.Finalize()  # otherwise mpi4py takes the status for a crash and aborts the job
+    sys.exit(1)
+
+
+def number(text, least, whole):
+    """Return the value of an option."""
+    try:
+        value = int(text) if whole else float(text)
+    except ValueError:
+        value = -1
+    if not least <= value <= 1e9:
+        raise ArgumentTypeError(f"expected a {'whole ' * whole}number from {least} up to 1e9, got {text!r}")
+    return value
+
+
+def file(text, mode):
+    """Return the path of a file that can be opened, so that no training is lost for want of it."""
+    try:
+        Path(text).open(mode).close()
+    except OSError as error:
+        verb = "read" if mode == "rb" else "write"
+        raise ArgumentTypeError(f"cannot {verb} {text!r}: {error.strerror}") from None
+    return Path(text)
+
+
+def parse_arguments(comm, parser):
+    """Parse the command line on rank 0, so that messages come once; every rank gets the result."""
+    outcome = None
+    if comm.rank == 0:
+        try:
+            outcome = parser.parse_args()
+        except SystemExit as end:
+            outcome = end
+    outcome = comm.bcast(outcome)
+    if isinstance(outcome, SystemExit):
+        MPI.Finalize()  # otherwise mpi4py takes the status for a crash and aborts the job
+        raise outcome
+    return outcome
+
+
+def share_cores(comm):
+    """Give the ranks of a host as many BLAS threads together as it has cores, unless the environment says how many."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = comm.Split_type(MPI.COMM_TYPE_SHARED).size
+    if "OMP_NUM_THREADS" not in os.environ:
+        threadpool_limits(max(1, cores // ranks), user_api="blas")
 
 
 def parser():
@@ -216,15 +269,14 @@ def parser():
         kind, text = partial(number, least=least, whole=isinstance(default, int)), f"{meaning} (default: %(default)s)"
         parser.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
     for name, mode, meaning in FILES:
-        kind = picture if name == "plot" else partial(file, mode=mode)
-        parser.add_argument(f"--{name}", type=kind, metavar="FILE", help=meaning)
-    parser.add_argument("--save", type=replaceable, metavar="FILE", help="keep everything at each validation")
+        parser.add_argument(f"--{name}", type=partial(file, mode=mode), metavar="FILE", help=meaning)
     return parser
 
 
 if __name__ == "__main__":
     comm = MPI.COMM_WORLD
     args = parse_arguments(comm, parser())
+    share_cores(comm)
     if bool(args.features) != bool(args.labels):
         stop(comm, "classifier.py: error: --features and --labels belong together")
     mesh = pce.Mesh(comm, ranks=comm.size)

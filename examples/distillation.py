@@ -18,11 +18,11 @@ Rows and classes are sharded, and no logits are gathered: for each row the diver
 classes, and 80 + 4 k their log-probabilities. Gradients of the logits send nothing.
 """
 
+import sys
+
 from mpi4py import MPI
 import numpy as np
 
-from command_line import no_options
-from comparison import compare
 import pce_mpi as pce
 from pce_mpi import Shard
 
@@ -62,12 +62,30 @@ def learn(mesh, loss_of):
         (loss := loss_of(x @ w, teacher, ids)).backward()
         optimizer.step()
         losses.append(loss.item(rehearsed=0.0))
-    return {"losses": losses, "w": w.full()}
+    return {"losses": np.array(losses), "w": w.full()}
+
+
+def compare(comm, ours, one_process, limit=1e-5):
+    """Return how far results are from those of one process, by size, on any rank; end the job if that is too far."""
+    found = {name: np.abs(ours[name] - x).max() / (np.abs(x).max() or 1.0) for name, x in one_process.items()}
+    found = [(name, error, rank) for rank, errors in enumerate(comm.allgather(found)) for name, error in errors.items()]
+    wrong = [f"  {name} by {error:.1e} (rank {rank})" for name, error, rank in found if not error <= limit]  # or nan
+    if wrong:
+        stop(comm, "\n".join([f"further than {limit:.0e} from what one process computes:", *wrong]))
+    return max(error for _, error, _ in found)
+
+
+def stop(comm, message):
+    """End the job with status 1; rank 0 prints why."""
+    if comm.rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    comm.Barrier()
+    MPI.Finalize()  # otherwise mpi4py takes the status for a crash and aborts the job
+    sys.exit(1)
 
 
 if __name__ == "__main__":
     comm = MPI.COMM_WORLD
-    no_options(comm, __doc__)
     data = 2 - comm.size % 2
     mesh, alone = pce.Mesh(comm, data=data, classes=comm.size // data), pce.Mesh(MPI.COMM_SELF, data=1, classes=1)
     for loss_of in (all_classes, rest_mass_dropped, renormalized, one_more_class):

@@ -13,7 +13,6 @@ from functools import partial
 from mpi4py import MPI
 import numpy as np
 
-from command_line import parse_arguments
 import pce_mpi as pce
 from pce_mpi import Colwise, Mesh, Replicate, Replicated, Rowwise, Rule, Shard, VocabParallel
 
@@ -69,11 +68,28 @@ def main(comm, args):
             print(*trace.results if number == args.trace else [text], sep="\n", flush=True)
 
 
+def parse_arguments(comm, parser):
+    """Parse the command line on rank 0, so that messages come once; every rank gets the result."""
+    outcome = None
+    if comm.rank == 0:
+        try:
+            outcome = parser.parse_args()
+        except SystemExit as end:
+            outcome = end
+    outcome = comm.bcast(outcome)
+    if isinstance(outcome, SystemExit):
+        MPI.Finalize()  # otherwise mpi4py takes the status for a crash and aborts the job
+        raise outcome
+    return outcome
+
+
 if __name__ == "__main__":
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=int, metavar="N", default=1, help="ranks that share hidden units and classes")
+    divisors = [n for n in range(1, MPI.COMM_WORLD.size + 1) if MPI.COMM_WORLD.size % n == 0]
+    text = "ranks that share hidden units and classes"
+    parser.add_argument("--model", type=int, metavar="N", default=1, choices=divisors, help=text)
     parser.add_argument("--steps", type=int, metavar="N", default=200, help="training steps (default: %(default)s)")
     parser.add_argument("--axes", default="tf", choices=["tf", "t.", ".f", ".."], help='of norm; ".": not sharded')
     parser.add_argument("--fingerprint", action="store_true", help="print that of the parameters after each step")
     parser.add_argument("--trace", type=int, metavar="N", default=0, help="list the results of this step")
-    main(MPI.COMM_WORLD, parse_arguments(MPI.COMM_WORLD, parser, ranks_per="model"))
+    main(MPI.COMM_WORLD, parse_arguments(MPI.COMM_WORLD, parser))

@@ -12,12 +12,11 @@ error of such a sum.
 """
 
 from itertools import chain, combinations
+import sys
 
 from mpi4py import MPI
 import numpy as np
 
-from command_line import no_options
-from comparison import compare
 import pce_mpi as pce
 from pce_mpi import Colwise, Partial, Replicate, Rowwise, SequenceParallel, Shard
 
@@ -48,9 +47,27 @@ def summed_over_data(gradient):
     return total
 
 
+def compare(comm, ours, one_process, limit=1e-5):
+    """Return how far results are from those of one process, by size, on any rank; end the job if that is too far."""
+    found = {name: np.abs(ours[name] - x).max() / (np.abs(x).max() or 1.0) for name, x in one_process.items()}
+    found = [(name, error, rank) for rank, errors in enumerate(comm.allgather(found)) for name, error in errors.items()]
+    wrong = [f"  {name} by {error:.1e} (rank {rank})" for name, error, rank in found if not error <= limit]  # or nan
+    if wrong:
+        stop(comm, "\n".join([f"further than {limit:.0e} from what one process computes:", *wrong]))
+    return max(error for _, error, _ in found)
+
+
+def stop(comm, message):
+    """End the job with status 1; rank 0 prints why."""
+    if comm.rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    comm.Barrier()
+    MPI.Finalize()  # otherwise mpi4py takes the status for a crash and aborts the job
+    sys.exit(1)
+
+
 if __name__ == "__main__":
     comm = MPI.COMM_WORLD
-    no_options(comm, __doc__)
     alone = parameters_with_gradients(pce.Mesh(MPI.COMM_SELF, **dict.fromkeys(SHARDS, 1)), SHARDS)
     one_process = {name: parameter.grad.full() for name, parameter in alone.items()}
 

@@ -9,11 +9,11 @@ logits are sharded by class, and `cross_entropy` sends one softmax state a row. 
 it gathers the logits, and every rank computes the loss of all classes. The results are the same.
 """
 
+import sys
+
 from mpi4py import MPI
 import numpy as np
 
-from command_line import no_options
-from comparison import compare
 import pce_mpi as pce
 from pce_mpi import Colwise, Replicate, Rowwise, VocabParallel
 
@@ -45,9 +45,27 @@ def loss_and_gradients(mesh, gather):
     return {"loss": loss, **{f"d{name}": parameter.grad for name, parameter in p.items()}}, trace
 
 
+def compare(comm, ours, one_process, limit=1e-5):
+    """Return how far results are from those of one process, by size, on any rank; end the job if that is too far."""
+    found = {name: np.abs(ours[name] - x).max() / (np.abs(x).max() or 1.0) for name, x in one_process.items()}
+    found = [(name, error, rank) for rank, errors in enumerate(comm.allgather(found)) for name, error in errors.items()]
+    wrong = [f"  {name} by {error:.1e} (rank {rank})" for name, error, rank in found if not error <= limit]  # or nan
+    if wrong:
+        stop(comm, "\n".join([f"further than {limit:.0e} from what one process computes:", *wrong]))
+    return max(error for _, error, _ in found)
+
+
+def stop(comm, message):
+    """End the job with status 1; rank 0 prints why."""
+    if comm.rank == 0:
+        print(message, file=sys.stderr, flush=True)
+    comm.Barrier()
+    MPI.Finalize()  # otherwise mpi4py takes the status for a crash and aborts the job
+    sys.exit(1)
+
+
 if __name__ == "__main__":
     comm = MPI.COMM_WORLD
-    no_options(comm, __doc__)
     mesh, alone = pce.Mesh(comm, model=comm.size), pce.Mesh(MPI.COMM_SELF, model=1)
     one_process = {name: array.full() for name, array in loss_and_gradients(alone, gather=False)[0].items()}
     traces = {}

@@ -19,12 +19,10 @@ entropy bonus, from -mean(min(ratio A, clip(ratio) A)) - bonus mean(entropy).
 from mpi4py import MPI
 import numpy as np
 
-from command_line import no_options
 import pce_mpi
 from pce_mpi import dense
 
 comm = MPI.COMM_WORLD
-no_options(comm, __doc__)
 TOKENS, WIDTH, VOCABULARY = 96, 16, 101
 CLIP, BONUS, RATE = 0.02, 0.05, 0.2
 

@@ -16,12 +16,10 @@ prints
 from mpi4py import MPI
 import numpy as np
 
-from command_line import no_options
 import pce_mpi
 from pce_mpi import dense
 
 comm = MPI.COMM_WORLD
-no_options(comm, __doc__)
 rows, classes = 64, 10_001
 
 # For the comparison every rank draws the whole problem from one seed. A real program has only this rank's columns.

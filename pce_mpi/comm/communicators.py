@@ -24,10 +24,12 @@ import sys
 from threading import Lock
 import time
 from typing import TYPE_CHECKING, Any
+import warnings
 
 import numpy as np
 
 from pce_mpi.comm.errors import CollectiveTimeout
+from pce_mpi.comm.launch import why_apart
 from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
@@ -258,6 +260,8 @@ def _new_channel(comm: MPI.Intracomm, operation: str) -> Channel:
     """
     from mpi4py import MPI
 
+    if comm.size == 1 and (apart := why_apart(MPI.COMM_WORLD)):
+        warnings.warn(apart, RuntimeWarning, stacklevel=2)
     # Before this private communicator exists, the roll call uses the caller's, with the highest tag there is, and only
     # after a timeout, when the program is lost anyway.
     highest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)

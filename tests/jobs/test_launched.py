@@ -98,7 +98,6 @@ def test_ranks_without_mpi_library_are_alone(monkeypatch):
 PROGRAMS = {
     "check": ["-m", "pce_mpi", "check"],
     "bench": ["-m", "pce_mpi", "bench", "--rows=8", "--classes=50", "--repeat=1"],
-    "an example": ["examples/sharded_loss.py"],
     "pytest": ["-m", "pytest", "tests/ranks/test_harness.py"],
     "comparison": ["tests/peers/compare_speed.py", "--role=ours", "--ranks=3", "--rows=8", "--classes=50"],
     "the kit in pytest": [
@@ -131,6 +130,14 @@ def test_program_whose_ranks_are_apart_fails(program):
     assert "launched as 3 ranks" in done.stdout + done.stderr
     assert "but MPI sees 1" in done.stdout + done.stderr
     assert "as they should be" not in done.stdout
+
+
+@pytest.mark.parametrize("program", ["sharded_loss", "data_and_model_parallel"])
+def test_users_program_whose_ranks_are_apart_warns(program):
+    done = run([f"examples/{program}.py"], **TOLD["Open MPI"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("RuntimeWarning: launched as 3 ranks (OMPI_COMM_WORLD_SIZE=3), but MPI sees 1: ") == 1
+    assert "RuntimeWarning" not in run([f"examples/{program}.py"]).stderr
 
 
 @pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)

@@ -34,10 +34,10 @@ def transformer(*options: str) -> Callable[[Mesh], None]:
 
 
 def language_model(mesh: Mesh) -> None:
-    example, transformer = import_module("language_model"), import_module("transformer")
-    args = example.training_parser(None, example.NUMBERS, steps=3, batch=9).parse_args([])
+    example = import_module("language_model")
+    args = example.options().parse_args(["--steps=3", "--batch=9"])
     model = example.Model(mesh, np.zeros(101), args)
-    transformer.step(model, np.arange(50).reshape(10, 5), 1, args)
+    example.step(model, np.arange(50).reshape(10, 5), 1, args)
 
 
 def classifier(*options: str) -> Callable[[Mesh], None]:
