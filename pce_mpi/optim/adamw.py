@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.optim.optimizer import Optimizer
+from pce_mpi.optim.optimizer import Optimizer, option
 from pce_mpi.optim.parameters import Parameters, not_negative
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -26,7 +26,7 @@ class AdamW(Optimizer):
     parameters : iterable or mapping of DistArray, or iterable of dict
         Those of `SGD`, or groups of them.
     lr : float, default 1e-3
-        The learning rate, finite and not negative; it may be assigned between steps, as in `SGD`.
+        The learning rate, finite and not negative; all options may be assigned between steps, as in `SGD`.
     betas : pair of float, default (0.9, 0.999)
         beta1 and beta2, in [0, 1).
     eps : float, default 1e-8
@@ -58,7 +58,11 @@ class AdamW(Optimizer):
     array([0.899, 1.998])
     """
 
+    __slots__ = ()
+
     _squares = ("exp_avg_sq",)
+    betas = option("betas", "The factors beta1 and beta2 of the next step")
+    eps = option("eps", "The number that the next step adds to the square root")
 
     def __init__(
         self,

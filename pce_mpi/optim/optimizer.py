@@ -17,7 +17,7 @@ from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.tensor_files import names_shown, shown
 from pce_mpi.hollow import enter
-from pce_mpi.optim.parameters import Parameters, block_of, blocks, check_parameters, in_groups, not_negative
+from pce_mpi.optim.parameters import Parameters, block_of, blocks, check_parameters, in_groups
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -26,12 +26,48 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 _MOST_STEPS = 2**62
 
 
+def option(name: str, meaning: str) -> Any:
+    """Make an option of `defaults` an attribute that may be read and assigned, checked as at construction."""
+
+    def check_is_used(self: Optimizer) -> None:
+        if all(name in group.maps[0] for group in self.param_groups):
+            raise ValueError(f"each group has {name!r} of its own: use param_groups[...][{name!r}]")
+
+    def read(self: Optimizer) -> Any:
+        check_is_used(self)
+        return self.defaults[name]
+
+    def assign(self: Optimizer, value: Any) -> None:
+        check_is_used(self)
+        self.defaults[name] = self._checked({**self.defaults, name: value})[name]
+
+    return property(read, assign, doc=f"{meaning}, in each group without one of its own.")
+
+
 class Optimizer(ABC):
     """The common part of all optimizers: groups of parameters, communication, and the state that is saved.
 
     A subclass checks the options of a group, names its buffers and updates a block. Each buffer is an array with the
     shape of the parameter's shard, in the dtype of the arithmetic, and is 0 before the first step.
     """
+
+    # An attribute that is none, as a misspelt option, cannot be assigned.
+    __slots__ = (
+        "__weakref__",
+        "_buffers",
+        "_group_of",
+        "_groups_on",
+        "_largest",
+        "_meshes",
+        "_params",
+        "_steps",
+        "defaults",
+        "param_groups",
+        "parameters",
+    )
+
+    lr = option("lr", "The learning rate of the next step")
+    weight_decay = option("weight_decay", "The weight decay of the next step")
 
     # The buffers of squares, which must not be negative.
     _squares: tuple[str, ...] = ()
@@ -54,21 +90,6 @@ class Optimizer(ABC):
         self._steps = [0] * len(self.parameters)
         self._buffers: list[dict[str, Array]] = [{} for _ in self.parameters]
         _keep_freed_memory()
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the next step, in each group without an lr of its own."""
-        self._check_lr_is_used()
-        return float(self.defaults["lr"])
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        self._check_lr_is_used()
-        self.defaults["lr"] = not_negative(value, "lr")
-
-    def _check_lr_is_used(self) -> None:
-        if all("lr" in group.maps[0] for group in self.param_groups):
-            raise ValueError("each group has an lr of its own: use param_groups[...]['lr']")
 
     @abstractmethod
     def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:

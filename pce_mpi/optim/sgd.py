@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.optim.optimizer import Optimizer
+from pce_mpi.optim.optimizer import Optimizer, option
 from pce_mpi.optim.parameters import Parameters, not_negative
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -29,8 +29,8 @@ class SGD(Optimizer):
         dict with such arrays as "params", and with its own values for some of the options below, such as
         `{"params": biases, "weight_decay": 0.0}`.
     lr : float
-        The learning rate, finite and not negative. It may be assigned between steps: `optimizer.lr`, or
-        `optimizer.param_groups[i]["lr"]` for one group.
+        The learning rate, finite and not negative. It and the options below may be assigned between steps:
+        `optimizer.lr`, or `optimizer.param_groups[i]["lr"]` for one group.
     momentum : float, optional
         The factor of b, finite and not negative.
     nesterov : bool, optional
@@ -63,6 +63,11 @@ class SGD(Optimizer):
     >>> w.local, w.grad.placements
     (array([0.5, 2. ]), {'data': Replicate()})
     """
+
+    __slots__ = ()
+
+    momentum = option("momentum", "The momentum of the next step")
+    nesterov = option("nesterov", "True if the next step takes Nesterov's momentum")
 
     def __init__(
         self,

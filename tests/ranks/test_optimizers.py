@@ -1,6 +1,7 @@
 """AdamW is the textbook's at any placement, optimizers resume from their state, and learning rates follow the step."""
 
 from fractions import Fraction
+import inspect
 import math
 
 import ml_dtypes
@@ -123,13 +124,40 @@ def test_rate_of_group_follows_its_own_schedule():
     for group in optimizer.param_groups:  # as schedulers of torch do
         group["lr"] *= 0.5
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1.5]
-    with pytest.raises(ValueError, match=r"its own: use param_groups\[...\]\['lr'\]"):
+    with pytest.raises(ValueError, match=r"of its own: use param_groups\[...\]\['lr'\]"):
         optimizer.lr = 1.0
-    with pytest.raises(ValueError, match=r"its own: use param_groups\[...\]\['lr'\]"):
+    with pytest.raises(ValueError, match=r"of its own: use param_groups\[...\]\['lr'\]"):
         assert optimizer.lr
     w.grad = v.grad = pce.distribute(np.ones(1), w.mesh)
     optimizer.step()
     assert (w.item(), v.item()) == (-0.5, -1.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "wrong"),
+    [
+        (SGD, {"lr": 0.5, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": -1.0}),
+        (AdamW, {"lr": 0.5, "betas": (0.5, 0.75), "eps": 0.25, "weight_decay": 0.1}, {"betas": (0.5, 1.0)}),
+    ],
+)
+def test_every_option_may_be_assigned(optimizer, options, wrong):
+    assert {*inspect.signature(optimizer).parameters} == {"parameters", *options}
+    w, v, u = (pce.distribute(np.ones(2), mesh_of(MPI.COMM_SELF, 1), requires_grad=True) for _ in range(3))
+    late, early = optimizer([{"params": [w]}, {"params": [u], "lr": 0.0}], lr=1.0), optimizer([v], **options)
+    for name, value in options.items():
+        setattr(late, name, value)
+        assert getattr(late, name) == value == late.param_groups[0][name]
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            setattr(late, name, value)
+        assert getattr(late, name) == options[name]
+    for _ in range(2):
+        w.grad = v.grad = u.grad = pce.distribute(np.array([1.0, -3.0]), w.mesh)
+        late.step()
+        early.step()
+    assert (w.local == v.local).all() and (u.local == 1.0).all()
+    with pytest.raises(AttributeError, match="weigth_decay"):
+        late.weigth_decay = 0.1
 
 
 def test_state_of_groups_counts_through_all(comm):
