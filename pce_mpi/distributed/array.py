@@ -399,7 +399,7 @@ class DistArray:
         """Exchange two axes; see `pce_mpi.swapaxes`."""
         return OPERATIONS["swapaxes"](self, axis1, axis2)
 
-    def redistribute(self, **placements: Placement) -> DistArray:
+    def redistribute(self, /, **placements: Placement) -> DistArray:
         """Bring the global array to other placements.
 
         Parameters

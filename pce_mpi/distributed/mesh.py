@@ -36,7 +36,7 @@ _MOST_RANKS = 2**22
 # Stands for all operations before a refused one.
 _REFUSED = "an operation that was refused"
 # The other named arguments of functions that take placements by dim.
-_TAKEN = ("requires_grad", "shape", "src_rank")
+_TAKEN = ("dtype", "high", "loc", "low", "requires_grad", "scale", "seed", "shape", "src_rank", "xp")
 
 
 class Mesh:

@@ -49,6 +49,14 @@ _MOST_AXES = 64  # NumPy's arrays have no more
 # The metadata with the checksum of the header, and that with the length of a block of the data and their checksums.
 _OF_HEADER, _OF_DATA = "pce_mpi.header", "pce_mpi.data"
 LONGEST_HEADER = 100_000_000  # as in the library
+# How files of other formats begin.
+_OTHER_FORMATS = {
+    rb"PK\x03\x04": "a zip archive, as .npz, .pt and .pth files are",
+    rb"\x93NUMPY": "an array of np.save, a .npy file",
+    rb"\x80[\x02-\x05]": "a pickle, as .pkl and older .pt and .pth files are",
+    rb"\x08[\x01-\x1f]\x12": "a protocol buffer, as .onnx files are",
+    rb"\{": "text, such as JSON",
+}
 # The number of bytes that are read at a time, unless a block is longer.
 _AT_A_TIME = 2**18
 
@@ -143,9 +151,15 @@ class TensorFile:
         os.close(self._descriptor)
 
     def _read_header(self) -> None:
-        length = int.from_bytes(self._bytes_at(0, 8), "little")
+        start = self._bytes_at(0, 8)
+        length = int.from_bytes(start, "little")
         if length > LONGEST_HEADER:
-            self._refuse(f"a header of {length} bytes is too long")
+            known = next((name for pattern, name in _OTHER_FORMATS.items() if re.match(pattern, start)), None)
+            self._refuse(
+                f"it is {known}; read it with its own library, and save the arrays as safetensors"
+                if known
+                else f"a header of {length} bytes is too long"
+            )
         header = self._bytes_at(8, length)
         self._start, self._size = 8 + length, os.fstat(self._descriptor).st_size - 8 - length
         try:

@@ -13,7 +13,7 @@ from pce_mpi.distributed.placements import Placement
 from pce_mpi.exact.arithmetic import current
 
 
-def redistribute(x: DistArray, **placements: Placement) -> DistArray:
+def redistribute(x: DistArray, /, **placements: Placement) -> DistArray:
     """Bring `x` to other placements; see `DistArray.redistribute`."""
     destination = x.sharding.with_placements(placements)
     with cause("redistribute", reason="asked for"):

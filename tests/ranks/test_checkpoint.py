@@ -2,10 +2,12 @@
 
 import errno
 import gc
+import io
 from itertools import product
 import json
 import os
 from pathlib import Path
+import pickle
 import re
 import resource
 import socket
@@ -717,7 +719,24 @@ def entries(**arrays):
     return headed(json.dumps(header).encode(), b"123")
 
 
+def written(write, *arguments, **arrays):
+    """What a function of NumPy's writes."""
+    file = io.BytesIO()
+    write(file, *arguments, **arrays)
+    return file.getvalue()
+
+
 NO_FILES = {
+    ".npz": (written(np.savez, w=np.ones(3)), "it is a zip archive, as .npz, .pt and .pth files are; read it with"),
+    ".npz, compressed": (written(np.savez_compressed, w=np.ones(3)), "it is a zip archive"),
+    ".pth": (b"PK\3\4\0\0\x08\x08\0\0\0\0\0\0archive/data.pkl", "it is a zip archive"),
+    ".npy": (written(np.save, np.ones(3)), "it is an array of np.save, a .npy file"),
+    **{
+        f".pkl, protocol {protocol}": (pickle.dumps({"w": np.ones(3)}, protocol), "it is a pickle, as .pkl and older")
+        for protocol in range(2, 6)
+    },
+    ".onnx": (b"\x08\x07\x12\x07pytorch\x1a\x031.7", "it is a protocol buffer, as .onnx files are"),
+    "tokenizer.json": (b'{"version": "1.0"}', "it is text, such as JSON"),
     "a hole": (entries(w=("U8", [2], [1, 3])), "the data of 'w' do not begin where others end"),
     "an overlap": (entries(v=("U8", [2], [0, 2]), w=("U8", [2], [1, 3])), "the data of 'w' do not begin"),
     "too few bytes": (entries(w=("F32", [1], [0, 3])), "'w' is 'F32' [1] and has the bytes 0 to 3"),

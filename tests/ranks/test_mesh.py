@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 import gc
+import inspect
 from itertools import combinations
 from math import prod
 import re
@@ -208,6 +209,31 @@ def test_mesh_of_no_communicator_is_type_error(value):
     got = "MPI.COMM_NULL, which has no ranks" if value == MPI.COMM_NULL else repr(value)
     with pytest.raises(TypeError, match=f"comm must be an mpi4py intracommunicator, got {got}$"):
         Mesh(value, data=1)
+
+
+def test_any_name_of_dim_works_or_is_refused(comm):
+    functions = [each for each in (*vars(pce).values(), pce.DistArray.redistribute) if inspect.isfunction(each)]
+    takers = [inspect.signature(each).parameters for each in functions]
+    takers = [each for each in takers if any(p.kind is p.VAR_KEYWORD and p.name == "placements" for p in each.values())]
+    parameters = [each for taker in takers for each in taker.values()]
+    assert {"src_rank", "self", "seed"} <= {each.name for each in parameters}
+    # What these functions and those behind them call their own arguments.
+    names = {each.name for each in parameters} | {"x", "comm", "cls", "coordinates", "dims", "destination", "name"}
+    refused = []
+    for name in sorted(names):
+        try:
+            mesh = Mesh(comm, **{name: comm.size})
+        except ValueError as error:
+            assert "functions take an argument of that name" in str(error)
+            refused.append(name)
+            continue
+        sharded = {name: pce.Shard(0)}
+        x = pce.distribute(np.arange(6.0), mesh, **sharded)
+        y = pce.from_local(x.local, mesh, **sharded).redistribute(**{name: pce.Replicate()}).redistribute(**sharded)
+        drawn = [pce.normal((6,), mesh, seed=1, **sharded), pce.uniform((6,), mesh, seed=1, **sharded)]
+        assert [each.placements for each in (x, y, *drawn)] == [sharded] * 4
+        assert Mesh.without_ranks(**{name: 2}).dims == {name: 2}
+    assert refused == sorted({each.name for each in parameters if each.kind is each.KEYWORD_ONLY})
 
 
 # ------------------------------------------------------------------------------------------------------------ good ways
