@@ -294,6 +294,16 @@ class DistArray:
     __lt__, __le__ = _operators("less")[0], _operators("less_equal")[0]
     __gt__, __ge__ = _operators("greater")[0], _operators("greater_equal")[0]
 
+    def __iadd__(self, other: Any) -> Any:
+        if self.requires_grad and self.is_leaf:  # the name would be that of a new array, whose grad stays None
+            raise TypeError(
+                "an assignment such as w -= lr * w.grad would not change the parameter, but make a new array: step by "
+                "pce_mpi.SGD([w], lr), or write to w.local, alike on all replicas"
+            )
+        return NotImplemented  # then Python calls __add__
+
+    __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = __iadd__
+
     def __eq__(self, other: Any) -> Any:
         return OPERATIONS["equal"](self, other)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 import gc
+import operator
 import tracemalloc
 from typing import Any
 import weakref
@@ -411,3 +412,19 @@ def test_tape_holds_only_elements_for_vjps(line):
         y.sum().backward()
     assert held - start < 2 * MEGABYTE
     np.testing.assert_array_equal(x.grad.full(), np.full((64, 1024), 2.0**10))
+
+
+def test_assignment_that_would_lose_parameter_is_refused(line):
+    w, x = ones(line, 2, 2), ones(line, 2, 2).detach()
+    (w * x).sum().backward()
+    names = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+    for name in names:
+        with pytest.raises(TypeError, match=r"would not change the parameter.* step by pce_mpi.SGD\(\[w\], lr\)"):
+            getattr(operator, f"i{name}")(w, x)
+        with pce.no_grad(), pytest.raises(TypeError, match="would not change the parameter"):
+            getattr(operator, f"i{name}")(w, x)
+        for computed in (x, w * 1.0):  # another array under the same name, as in NumPy's functions
+            found = getattr(operator, f"i{name}")(computed, x).full()
+            np.testing.assert_array_equal(found, getattr(operator, name)(np.ones((2, 2)), np.ones((2, 2))))
+    w.local[...] -= w.grad.local
+    assert not w.full().any()
