@@ -129,8 +129,8 @@ def load(
     placements : mapping of str to mapping of str to placement, or to DistArray, optional
         A placement for each array and dim that is named: `{"w": {"model": Shard(0)}}`. The others are Replicate, and
         none can be Partial. Shards are balanced, however they were saved. A distributed array instead of a mapping
-        means its placements and split points; its shape must be that in the file. So the parameters of a model, such
-        as `{"w": w}`, or the `state` of an optimizer can be passed as they are.
+        means its placements and split points, Replicate for Partial; its shape must be that in the file. So the
+        parameters of a model, such as `{"w": w}`, or the `state` of an optimizer can be passed as they are.
     requires_grad : bool, optional
         `backward` finds the gradients of the floating-point arrays. The others, such as a step number, have none.
 
@@ -315,7 +315,7 @@ def _wanted(placements: Mapping[str, Placement] | DistArray, mesh: Mesh, shape: 
             raise ValueError("the array is over another mesh")
         if placements.shape != shape:
             raise ValueError(f"the array has the shape {placements.shape}, but the one in {str(path)!r} has {shape}")
-        sharding = placements.sharding
+        sharding = placements.sharding.natural
     elif isinstance(placements, Mapping):
         sharding = Sharding.of(mesh.dim_sizes, shape, placements)
     else:

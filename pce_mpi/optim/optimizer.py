@@ -15,8 +15,10 @@ from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
+from pce_mpi.distributed.placements import Partial, Shard
+from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.distributed.tensor_files import names_shown, shown
-from pce_mpi.hollow import enter
+from pce_mpi.hollow import Hollow, enter
 from pce_mpi.optim.parameters import Parameters, block_of, blocks, check_parameters, in_groups
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
@@ -225,9 +227,10 @@ class Optimizer(ABC):
         Returns
         -------
         dict of str to DistArray
-            For parameter number i, counted through all groups, the number of its steps, `"i.step"`, and its buffers,
-            such as `"i.momentum"`, in the sharding of the parameter. The buffers of a parameter that was never stepped
-            are 0, and read-only, as they take no memory.
+            For parameter number i, counted through all groups, the number of its steps, `"i.step"`, a checksum of its
+            values, `"i.checksum"`, which is Partial where the parameter is sharded, and its buffers, such as
+            `"i.momentum"`, in the sharding of the parameter. The buffers of a parameter that was never stepped are 0,
+            and read-only, as they take no memory.
 
         Notes
         -----
@@ -243,13 +246,14 @@ class Optimizer(ABC):
         >>> w.grad = pce.distribute(np.ones(2), mesh)
         >>> optimizer.step()
         >>> sorted(optimizer.state())
-        ['0.momentum', '0.step']
+        ['0.checksum', '0.momentum', '0.step']
         """
         arrays: dict[str, DistArray] = {}
         options = self._options()
         for index, (parameter, buffers) in enumerate(zip(self.parameters, self._buffers, strict=True)):
             xp, dtype = array_namespace(parameter.local), compute_dtype_of(parameter.dtype)
             arrays[f"{index}.step"] = distribute(xp.asarray(np.int64(self._steps[index])), parameter.mesh)
+            arrays[f"{index}.checksum"] = _checksum(parameter)
             for name in self._buffer_names(options[self._group_of[index]]):
                 held = name in buffers
                 buffer = buffers[name].copy() if held else xp.broadcast_to(xp.zeros((), dtype), parameter.local.shape)
@@ -268,14 +272,17 @@ class Optimizer(ABC):
         ------
         TypeError, ValueError
             If a name is missing or unknown, an array does not fit its parameter, a number of steps is negative or above
-            2**62, or a mean of squares is negative.
+            2**62, a mean of squares is negative, or parameters are in another order than that of the state: some of
+            one shape and dtype have each other's values of the time when the state was taken. So load the parameters
+            first; with other values any order is taken.
         CollectiveError
             If ranks pass different arrays, or different numbers of steps.
 
         Notes
         -----
         Collective over each mesh of the parameters: one Allgather of 56 bytes, and the redistribution of each array to
-        the placement of its parameter. Every rank raises the same error, before anything is changed.
+        the placement of its parameter, and of two checksums for each parameter that is not the only one of its shape
+        and dtype. Every rank raises the same error, before anything is changed.
         """
         names: list[tuple[str, ...]] = []
         steps: list[int] = []
@@ -295,6 +302,7 @@ class Optimizer(ABC):
             comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
             with local_checks() as checks:
                 agree(comm, "load_state", called, error=error, over=over, ranks_named=named)
+                self._check_order(here, arrays)
             if checks.error is not None:  # to be told to the ranks of the other meshes
                 error, named = checks.error, True
         if error is not None:
@@ -308,6 +316,27 @@ class Optimizer(ABC):
             taken.append(buffers)
         self._steps, self._buffers = steps, taken
 
+    def _check_order(self, indices: Sequence[int], arrays: Mapping[str, DistArray]) -> None:
+        """Raise `ValueError`, on every rank, if parameters have each other's values of the time of the state.
+
+        Collective over the mesh of the parameters with these indices.
+        """
+        alike: dict[Any, list[int]] = {}
+        for index in indices:
+            parameter = self.parameters[index]
+            alike.setdefault((parameter.shape, parameter.dtype), []).append(index)
+        for several in alike.values():
+            if len(several) > 1:
+                found = [_sum_of_shards(_checksum(self.parameters[index])) for index in several]
+                saved = [_sum_of_shards(arrays[f"{index}.checksum"]) for index in several]
+                if found != saved and sorted(found) == sorted(saved):
+                    moved = next(place for place, each in enumerate(found) if each != saved[place])
+                    here, there = (f"parameters[{several[place]}]" for place in (moved, saved.index(found[moved])))
+                    raise ValueError(
+                        f"{here} has the values that {there} had when the state was taken: give {type(self).__name__} "
+                        "the parameters in that order"
+                    )
+
     def _checked_state(self, arrays: Mapping[str, DistArray], names: Sequence[tuple[str, ...]]) -> list[int]:
         """Return the number of steps of each parameter; `names` has the names of the buffers of each group."""
         if not isinstance(arrays, Mapping):
@@ -315,6 +344,7 @@ class Optimizer(ABC):
         expected: dict[str, tuple[DistArray, tuple[int, ...], np.dtype[Any]]] = {}
         for index, parameter in enumerate(self.parameters):
             expected[f"{index}.step"] = parameter, (), np.dtype(np.int64)
+            expected[f"{index}.checksum"] = parameter, (), np.dtype(np.uint64)
             for name in names[self._group_of[index]]:
                 expected[f"{index}.{name}"] = parameter, parameter.shape, compute_dtype_of(parameter.dtype)
         for word, wrong in (("unknown", arrays.keys() - expected.keys()), ("missing", expected.keys() - arrays.keys())):
@@ -325,11 +355,11 @@ class Optimizer(ABC):
             array = arrays[key]
             if not isinstance(array, DistArray):
                 raise TypeError(f"{key} must be a distributed array, got {type(array).__name__}")
-            if array.mesh is not parameter.mesh or array.sharding.partial_dims:
+            name = key.partition(".")[2]
+            if array.mesh is not parameter.mesh or (array.sharding.partial_dims and name != "checksum"):
                 raise ValueError(f"{key} must be over the mesh of its parameter and not Partial, got {array!r}")
             if (array.shape, array.dtype) != (shape, dtype):
                 raise ValueError(f"{key} must be {dtype} {shape}, got {array.dtype} {array.shape}")
-            name = key.partition(".")[2]
             if name == "step":
                 steps.append(int(to_host(array.local)))
                 if not 0 <= steps[-1] <= _MOST_STEPS:
@@ -337,6 +367,27 @@ class Optimizer(ABC):
             elif name in self._squares and bool((array.local < 0).any()):
                 raise ValueError(f"{key} is a mean of squares, and has a negative element")
         return steps
+
+
+def _checksum(parameter: DistArray) -> DistArray:
+    """Return the sum of the bits of all elements modulo 2**64, Partial over the dims along which there are shards.
+
+    It tells values apart, whatever their placement, and communicates nothing.
+    """
+    local, mesh = parameter.local, parameter.mesh
+    total: Any = np.uint64(0)
+    if not isinstance(local, Hollow):
+        bits = array_namespace(local).ascontiguousarray(local).view(f"u{local.itemsize}")
+        total = bits.sum(dtype=np.uint64)
+    shards = {dim: Partial("sum") for dim, placed in parameter.sharding.by_dim.items() if isinstance(placed, Shard)}
+    whole = distribute(array_namespace(local).asarray(total), mesh)
+    return DistArray(whole.local, mesh, Sharding.of(mesh.dim_sizes, (), shards))
+
+
+def _sum_of_shards(checksum: DistArray) -> int:
+    with cause("load_state", text_of_dims(checksum.mesh.dims), "parameters are in the order of the state"):
+        total = redistribute(checksum, checksum.sharding.natural).local
+    return 0 if isinstance(total, Hollow) else int(to_host(total))
 
 
 def _keep_freed_memory() -> None:

@@ -796,7 +796,6 @@ def test_placements_of_many_arrays_take_linear_time(folder, line):
 def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
     pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), line), "step": pce.distribute(3, line)})
     shard, other = {"data": Shard(0)}, mesh_of(comm, comm.size, 1)
-    total = Sharding.of(line.dim_sizes, (2, 2), {"data": Partial("sum")})
     cases = [
         ({"w": shard, "v": shard, "u": {}}, ValueError, "placements name 'v', 'u', which"),
         ({"w": {"model": Shard(0)}}, ValueError, "placements['w']: the mesh has no dim 'model'"),
@@ -807,7 +806,6 @@ def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
         (["w"], TypeError, "placements must be a dict of placements by name, got ['w']"),
         ({"w": pce.distribute(np.zeros((2, 3)), line)}, ValueError, "placements['w']: the array has the shape (2, 3)"),
         ({"w": pce.distribute(np.zeros((2, 2)), other)}, ValueError, "placements['w']: the array is over another mesh"),
-        ({"w": held(np.zeros((2, 2)), line, total)}, ValueError, "placements['w']: a loaded array cannot be Partial"),
         ({"w": Shard(0)}, TypeError, "placements['w']: expected a dict of placements by dim, or"),
     ]
     texts = [refused(comm, kind, pce.load, folder / "f", line, placements) for placements, kind, _ in cases]
@@ -815,6 +813,14 @@ def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
         assert expected in text
     with pytest.raises(TypeError, match="mesh must be a Mesh"):
         pce.load(folder / "f", comm)
+
+
+def test_array_placed_as_partial_one_is_replicated(line, folder):
+    pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), line)})
+    total = held(np.zeros((2, 2)), line, Sharding.of(line.dim_sizes, (2, 2), {"data": Partial("sum")}))
+    loaded = pce.load(folder / "f", line, {"w": total})["w"]
+    assert loaded.placements == {"data": Replicate()}
+    np.testing.assert_array_equal(loaded.local, values((2, 2)))
 
 
 def test_ranks_that_load_different_things_all_raise(comm, line, old_file, several):

@@ -174,7 +174,8 @@ def test_state_of_groups_counts_through_all(comm):
     resumed = made()
     resumed.load_state(state)
     again = resumed.state()
-    assert list(state) == ["0.step", "0.momentum", "1.step", "1.momentum", "2.step"]
+    names = ["0.step", "0.checksum", "0.momentum", "1.step", "1.checksum", "1.momentum", "2.step", "2.checksum"]
+    assert list(state) == names
     assert [state[f"{number}.step"].item() for number in range(3)] == [0, 4, 0]
     assert {key: each.local.tobytes() for key, each in again.items()} == {
         key: each.local.tobytes() for key, each in state.items()
@@ -258,11 +259,57 @@ def test_resumed_training_has_bits_of_one_straight_through(comm, tmp_path_factor
     read = pce.load(f"{folder}/file", mesh, {"w": w} | state)
     w.local[...] = read["w"].local
     assert {key: each.sharding for key, each in read.items()} == {
-        key: each.sharding for key, each in ({"w": w} | state).items()
+        key: each.sharding.natural for key, each in ({"w": w} | state).items()
     }
     resumed.load_state({key.removeprefix(start): each for key, each in read.items() if key.startswith(start)})
     after(resumed, w, gradients[3:], data=Shard(0))
     assert w.local.tobytes() == straight.local.tobytes()
+
+
+PLACED = [{"data": Shard(0)}, {"data": Shard(1)}, {}]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_parameters_in_another_order_at_resume_are_found(comm, tmp_path_factory, name, dtype):
+    mesh = mesh_of(comm, comm.size)
+    folder = comm.bcast(str(tmp_path_factory.mktemp("state")) if comm.rank == 0 else None)
+    shapes = [(7, 3), (5,), (7, 3), (7, 3)]
+    begun = [np.random.default_rng(seed).normal(size=shape).astype(dtype) for seed, shape in enumerate(shapes)]
+
+    def made(values, placements=PLACED[0]):
+        placed = [placements if each.ndim > 1 else {} for each in values]
+        return [pce.distribute(each, mesh, requires_grad=True, **at) for each, at in zip(values, placed, strict=True)]
+
+    parameters = made(begun)
+    optimizer = MAKERS[name](parameters)
+    for each in parameters:
+        each.grad = each.detach()
+    optimizer.step()
+    pce.save(f"{folder}/file", optimizer.state())
+    trained = [each.full() for each in parameters]
+    raised, taken = [], []
+    for placements in PLACED:
+        resumed = made(trained, placements)
+        swapped = [resumed[number] for number in (2, 1, 3, 0)]
+        for order in (resumed, swapped):
+            again = MAKERS[name](order)
+            state = pce.load(f"{folder}/file", mesh, again.state())
+            try:
+                again.load_state(state)
+                taken.append(order is resumed)
+            except ValueError as error:
+                assert not again._buffers[0]
+                raised.append(str(error))
+        others = made([2 * each for each in trained], placements)
+        others[0].local[...] = others[2].local  # equal ones, and none of them has values that were saved
+        MAKERS[name](others).load_state(state)
+        MAKERS[name]([resumed[0], resumed[1], others[2], resumed[3]]).load_state(state)
+    everyones = comm.allgather((raised, taken))
+    assert everyones == [everyones[0]] * comm.size
+    assert taken == [True] * 3
+    text = "parameters[0] has the values that parameters[2] had when the state was taken: give "
+    assert len(raised) == 3 and all(each.startswith(text) for each in raised)
 
 
 def test_state_is_a_copy_sharded_as_parameter(comm):
@@ -276,7 +323,7 @@ def test_state_is_a_copy_sharded_as_parameter(comm):
     assert fresh.keys() == state.keys()
     for name, array in fresh.items():
         assert (array.sharding, array.dtype) == (state[name].sharding, state[name].dtype)
-        assert not array.local.any()
+        assert name == "0.checksum" or not array.local.any()
     before = state["0.exp_avg"].local.copy()
     after(optimizer, w, gradients[1:], data=Shard(0))
     assert state["0.exp_avg"].sharding == w.sharding
@@ -290,8 +337,8 @@ def changed(state, mesh, name):
     step, buffer = state["0.step"], state["0.exp_avg"]
     return {
         "unknown": (state | {"3.step": step}, ValueError, "unknown in the state of AdamW: '3.step'"),
-        "missing": ({"0.step": step}, ValueError, "missing in the state of AdamW: '0.exp_avg', '0.exp_avg_sq'"),
-        "nothing": ({}, ValueError, "missing in the state of AdamW: '0.exp_avg', '0.exp_avg_sq', '0.step'"),
+        "missing": ({"0.step": step}, ValueError, "missing in the state of AdamW: '0.checksum', '0.exp_avg'"),
+        "nothing": ({}, ValueError, "missing in the state of AdamW: '0.checksum', '0.exp_avg', '0.exp_avg_sq', '0.st"),
         "negative": (
             state | {"0.step": pce.distribute(-5, mesh)},
             ValueError,
@@ -347,8 +394,8 @@ def test_state_of_cupy_arrays_is_saved_and_taken(comm, cupy, tmp_path_factory):
     again = resumed.state()
     for name, array in state.items():
         assert isinstance(again[name].local, cupy.ndarray)
-        assert cupy.asnumpy(again[name].local).tobytes() == read[name].local.tobytes()
-        assert cupy.asnumpy(array.local).tobytes() == read[name].local.tobytes()
+        assert cupy.asnumpy(array.local).tobytes() == cupy.asnumpy(again[name].local).tobytes()
+        assert cupy.asnumpy(array.redistribute(**read[name].placements).local).tobytes() == read[name].local.tobytes()
 
 
 def test_parameters_are_taken_in_order_of_names(comm):
@@ -482,7 +529,7 @@ def test_state_follows_momentum_that_is_assigned():
     optimizer = SGD([w], lr=0.1, momentum=0.9)
     after(optimizer, w, gradients[:1])
     optimizer.param_groups[0]["momentum"] = 0.0
-    assert list(optimizer.state()) == ["0.step"]
+    assert list(optimizer.state()) == ["0.step", "0.checksum"]
     SGD([w], lr=0.1).load_state(optimizer.state())
     plain = SGD([w], lr=0.1)
     after(plain, w, gradients[:1])
