@@ -44,6 +44,27 @@ def test_users_kernel_has_bits_of_package(scale):
         assert ours.tobytes() == theirs.tobytes()
 
 
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        *((f"-std=c++17 {fast}", "compile without -ffast-math") for fast in ("-ffast-math", "-Ofast")),
+        *((f"-std=c++{version}", "compile with -std=c++17 or a later one") for version in (11, 14)),
+    ],
+)
+def test_header_refuses_other_arithmetic_and_older_language(compiler, flags, said, tmp_path):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not on PATH")
+    source = tmp_path / "user.cpp"
+    source.write_text("#include <pce_mpi.h>\nusing namespace pce;\nCall call = {0, {1.0, 0.0}};\n")
+    command = [compiler, *flags.split(), f"-I{pce.get_include()}", "-fsyntax-only", source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    errors = [line for line in done.stderr.splitlines() if " error: " in line]
+    assert done.returncode != 0
+    assert len([line for line in errors if "fatal error" not in line]) == 1, done.stderr
+    assert said in errors[0]
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """The example in C++, and the vectors."""
@@ -51,7 +72,7 @@ def program(tmp_path_factory):
     if compiler is None or shutil.which("g++") is None:
         pytest.skip("there is no mpicxx, or no g++: an MPI library with its compiler runs this")
     folder = tmp_path_factory.mktemp("loss")
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off"]
+    command = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-ffp-contract=off"]
     command += [f"-I{pce.get_include()}", ROOT / "examples" / "loss.cpp", "-o", folder / "loss"]
     subprocess.run(command, check=True)
     bit_vectors.export(folder)

@@ -4,6 +4,18 @@
 // is meant, it says `fma32`. CuPy has float32 flush subnormal numbers to 0; functions in PTX here do not.
 #pragma once
 
+#if __cplusplus < 201703L
+#error "The sources need C++17: compile with -std=c++17 or a later one"
+#include "C++17"  // there is no such file, so a compiler stops here
+#endif
+#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
+    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "The bits of the loss are those of IEEE arithmetic: compile without -ffast-math and -Ofast, or add -fno-fast-math"
+#endif
+#if defined(__FLT_EVAL_METHOD__) && (__FLT_EVAL_METHOD__ < 0 || __FLT_EVAL_METHOD__ == 2)
+#error "The bits of the loss are those of IEEE arithmetic: compile for SSE2 rather than the x87 unit, with -mfpmath=sse"
+#endif
+
 #ifdef __CUDACC_RTC__
 typedef short int16_t;
 typedef unsigned short uint16_t;
@@ -24,6 +36,8 @@ typedef unsigned long long uint64_t;
 #endif
 
 namespace pce {
+
+static_assert(0.1 != 0.1f, "constants are float64: compile without -fsingle-precision-constant");
 
 constexpr float LOG2E32 = 0x1.715476p+0f, HI32 = 0x1.62ep-1f, LO32 = 0x1.0bfbe8p-15f;
 constexpr double LOG2E = 0x1.71547652b82fep+0, HI = 0x1.62e42feep-1, LO = 0x1.a39ef35793c76p-33;

@@ -12,18 +12,8 @@
 #include <fenv.h>
 #endif
 
-#if defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
-    defined(__NO_SIGNED_ZEROS__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
-#error "The bits of the loss are those of IEEE arithmetic: compile without -ffast-math and -Ofast, or add -fno-fast-math"
-#endif
-#if defined(__FLT_EVAL_METHOD__) && (__FLT_EVAL_METHOD__ < 0 || __FLT_EVAL_METHOD__ == 2)
-#error "The bits of the loss are those of IEEE arithmetic: compile for SSE2 rather than the x87 unit, with -mfpmath=sse"
-#endif
-
 namespace pce {
 namespace {
-
-static_assert(0.1 != 0.1f, "constants are float64: compile without -fsingle-precision-constant");
 
 #if defined(__x86_64__)
 typedef unsigned FloatingPoint;

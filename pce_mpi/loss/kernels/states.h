@@ -464,8 +464,8 @@ struct RowSoftmax {
             row.entropy = times(row.held_probability, row.held_nll) + (others == 0.0 ? 0.0 : rest);
         }
         if (call.has(TARGET)) {
-            Logit target = Logit::of(transformed(state.target, transform));
-            double below = (target.z - held_z.z) + (target.low - held_z.low);
+            Pair target_z = transformed(state.target, transform);
+            double below = (target_z.high - held_z.z) + (target_z.low - held_z.low);
             row.target_log_prob = (below != below ? below : below < 0.0 ? below : 0.0) - row.held_nll;
         }
         return row;
