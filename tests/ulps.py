@@ -41,6 +41,10 @@ OPTIONS = 5
 FLOAT64 = 8
 # Entropy and log-probability are sums of at most three terms of one sign in float64; their exponentials are `LOSS`.
 STATISTICS = 1
+# The same in float64, in which no result is rounded again: some eight roundings on the way.
+WIDE_STATISTICS = 4
+# The part of the largest exponential that a sum of float32 may drop of each class: no ulp, and added to those allowed.
+DROPPED = 2.0**-42
 # The mass of a set, and the mass that it leaves out by that of the set: a quotient of two sums of exponentials, which
 # err as in `LOSS`, 0.7 ulp each at most, and a rounding.
 MASS = 2

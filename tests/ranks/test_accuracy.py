@@ -15,7 +15,20 @@ from pce_mpi import dense
 from pce_mpi.arrays import to_host
 from ranks.exact import Pair, exact_row, exact_statistics, exact_weighted
 from ranks.problems import split
-from ulps import DENSE, DENSE_ENTROPY, FLOAT64_ROUNDED_TO_FLOAT32, GRADIENT, HALF, LOSS, STATISTICS, errors, ulp
+from ulps import (
+    DENSE,
+    DENSE_ENTROPY,
+    DROPPED,
+    FLOAT64_ROUNDED_TO_FLOAT32,
+    GRADIENT,
+    HALF,
+    LOSS,
+    MASS,
+    STATISTICS,
+    WIDE_STATISTICS,
+    errors,
+    ulp,
+)
 
 # Two ranks merge, and `shard_of` varies where the classes are cut; any other number gives the same bits
 # (test_properties.py, tests/jobs/test_digests.py).
@@ -333,6 +346,53 @@ def test_statistics_of_nearly_certain_class_keep_bits(comm, xp, classes):
             worst.note(f"{name} by float64 arithmetic, rounded", errors(rounded, near, np.float32, size, rest), case)
             worst.note(f"dense {name}", errors(getattr(by_dense, name), near, np.float64, size, rest), case)
     worst.check(comm, f"statistics, {classes} classes")
+
+
+# The worst of some 25,000 random rows of 2 to 8 classes, with their targets.
+WORST_IN_FLOAT64 = [
+    ([21.17327144886857, -12.243291628320241], 1),
+    ([10.37832743901015, 36.11201188326273, -7.528829343649807, 7.024589019684623, -31.287887069599346], 1),
+    ([-0.724612544837917, 0.817182857912862, -5.372024323331665, 5.613082099690744, 13.949428431386819], 4),
+    ([0.33, 0.28, -0.29, -0.93, -0.33, 0.05, 0.03, -0.67], 2),
+    ([0.707955523467422, 1.020455885671658, -1.055092561982777, 0.239227971738391, 0.788207241249086, -1.08], 5),
+]
+
+
+@pytest.mark.parametrize("classes", [2, 10, 1000])
+def test_statistics_of_float64_logits(comm, xp, classes):
+    names = ["sum_exp", "logsumexp", "log_prob", "entropy"]
+    worst = Worst(dict.fromkeys(names, WIDE_STATISTICS))
+    tried = [Case("found", np.array([row]), np.array([target])) for row, target in WORST_IN_FLOAT64]
+    for case in [*tried, *cases(classes, np.float64, offsets=[0.0, 1.0, -100.0, 1e4])]:
+        rows = exact(comm, case, exact_statistics)
+        start, stop = shard_of(comm, case, 1)
+        logits, targets = xp.asarray(case.logits[:, start:stop]), xp.asarray(case.targets)
+        found = pce.class_statistics(logits, targets, comm=comm, class_start=start)
+        for name in names:
+            near, rest = (np.array([getattr(row, name)[part][0] for row in rows]) for part in (0, 1))
+            size = np.maximum(1.0, np.abs(near)) if name == "logsumexp" else near
+            worst.note(name, errors(to_host(getattr(found, name)), near, np.float64, size, rest), case)
+    worst.check(comm, f"statistics in float64, {classes} classes")
+
+
+@pytest.mark.parametrize("classes", [1_000_000, 4_000_000])
+def test_very_many_classes_drop_what_pages_say(comm, classes):
+    # 28.5 below the largest, of each class nearly one unit is dropped.
+    start, stop = split(classes, comm.size)[comm.rank]
+    logits = np.full((1, classes), -28.5, np.float32)
+    logits[0, :2] = 0.0, -1.0
+    given = {"comm": comm, "class_start": start}
+    tail = (classes - 2) * np.exp(-28.5)
+    nll, mass = np.log1p((1.0 + tail) / np.exp(-1.0)), 1.0 / (1.0 + tail / (1.0 + np.exp(-1.0)))
+    part, targets = logits[:, start:stop], np.array([1])
+    losses = (
+        pce.softmax_cross_entropy(part, targets, **given),
+        -pce.class_statistics(part, targets, **given).log_prob[0],
+    )
+    for loss in losses:
+        assert abs(loss - nll) <= LOSS * ulp(nll, np.float32) + classes * DROPPED
+    found = pce.nucleus(part, top_k=2, **given).mass[0]
+    assert abs(found - mass) <= MASS * ulp(mass, np.float32) + classes * DROPPED
 
 
 def test_ulp_is_distance_to_next_number():
