@@ -46,7 +46,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "everything": {"weight": True, "label_smoothing": 0.25, "z_loss": 0.125, "logit_scale": 1.5},
     "double": {"reduction": "none", "compute_dtype": "float64"},
 }
-_OF_LOGITS = {"logit_scale", "softcap", "compute_dtype"}
+_OF_LOGITS = {"logit_scale", "softcap", "compute_dtype", "ignore_index"}
 _KINDS = ("ordinary", "peaked", "offset", "sizes", "huge", "special", "ties", "halfway")
 
 
@@ -74,31 +74,81 @@ def vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
             for kind in _KINDS:
                 if (dtype, kind) == ("float16", "huge") or (dtype, name) == ("float64", "double"):
                     continue  # its logits cannot be huge; its arithmetic is double anyway
-                yield _vector(dtype, name, options, kind)
+                given = {"reduction": "mean", **options}
+                more = {"weight": _weight()} if given.pop("weight", False) else {}
+                yield _vector(f"{dtype}/{name}/{kind}", given, *drawn(dtype, kind), **more)
+    for called, given, problem in _edges():
+        yield _vector(called, given, **problem)
 
 
-def _vector(dtype: str, name: str, options: dict[str, Any], kind: str) -> tuple[Entry, dict[str, Array]]:
-    logits, targets = drawn(dtype, kind)
-    problem = {"logits": logits, "targets": targets}
-    given = {"reduction": "mean", **options}
-    if given.pop("weight", False):
-        problem["weight"] = (np.arange(_CLASSES) % 7 + 1) / 4
-    results = {f"expected_{name}": array for name, array in results_of(given, **problem).items()}
-    called = f"{dtype}/{name}/{kind}"
-    names = tuple(name.removeprefix("expected_") for name in results)
-    return Entry(called, f"{called}.safetensors", dtype, _SPLITS, given, names), problem | results
+def _vector(
+    called: str, options: dict[str, Any], logits: Array, targets: Array, **more: Array
+) -> tuple[Entry, dict[str, Array]]:
+    problem = {"logits": logits, "targets": targets, **more}
+    results = _results_of(options, **problem)
+    entry = Entry(called, f"{called}.safetensors", logits.dtype.name, _SPLITS, options, tuple(results))
+    return entry, problem | {f"expected_{name}": array for name, array in results.items()}
 
 
-def results_of(options: dict[str, Any], logits: Array, targets: Array, weight: Array | None = None) -> dict[str, Array]:
+def _weight() -> Array:
+    return (np.arange(_CLASSES) % 7 + 1) / 4
+
+
+def _results_of(
+    options: dict[str, Any], logits: Array, targets: Array, weight: Array | None = None, dloss: Any = 1.0
+) -> dict[str, Array]:
     """Return the results of a problem by name, in one process."""
-    value, gradient = loss.softmax_cross_entropy_value_and_grad(logits, targets, weight=weight, **options)
-    found = {"loss": value, "dlogits": gradient}
+    value, residuals = loss.softmax_cross_entropy_forward(logits, targets, weight=weight, **options)
+    found = {"loss": value, "dlogits": loss.softmax_cross_entropy_backward(dloss, residuals)}
     if weight is None and not options.keys() - _OF_LOGITS - {"reduction"}:
         given: Any = {name: options[name] for name in _OF_LOGITS & options.keys()}
-        statistics, residuals = loss.class_statistics_forward(logits, targets, **given)
+        statistics, of_statistics = loss.class_statistics_forward(logits, targets, **given)
         found |= {name: np.asarray(getattr(statistics, name)) for name in _UPSTREAM}
-        found["dstatistics"] = loss.class_statistics_backward(residuals, **_UPSTREAM)
+        found["dstatistics"] = loss.class_statistics_backward(of_statistics, **_UPSTREAM)
+        if "ignore_index" in options:
+            found["dlog_prob"] = loss.class_statistics_backward(of_statistics, log_prob=1.0)
     return found
+
+
+def _edges() -> Iterator[tuple[str, dict[str, Any], dict[str, Array]]]:
+    """Yield the name, the options and the tensors of problems at the edges of what the page says."""
+    none, smoothing = {"reduction": "none"}, {"label_smoothing": 0.125}
+    small, large = drawn("float32", "ordinary")[0], drawn("float64", "ordinary")[0]
+
+    x, ignoring = small.copy(), {"ignore_index": 9, **none}
+    x[0, 5], x[1, 6], x[2:4], x[4, 7] = np.nan, np.inf, -np.inf, np.nan
+    problem = {"logits": x, "targets": np.array([0, 1, 2, 9, 9, 3])}
+    yield "float32/edges/no-upstream", ignoring, problem
+    yield "float32/edges/no-softmax", ignoring, problem | {"weight": np.where(np.arange(_CLASSES) < 3, 0.0, 1.5)}
+
+    x = large.copy()
+    x[:, ::5] = -np.inf
+    problem = {"logits": x, "targets": np.array([1, 2, 3, 4, 6, 7]), "weight": np.arange(_CLASSES) % 2 / 1.0}
+    problem["dloss"] = np.array([-0.0, -1.5, 0.0, 2.0, -0.0, np.inf])
+    yield "float64/edges/zero-factor", none, problem
+
+    x, weight = large.copy(), _weight()
+    x[2, 8:], x[3, 20:], x[4, 1], x[5, 3] = -np.inf, -np.inf, np.nan, -np.inf
+    weight[3] = np.inf
+    problem = {"logits": x, "targets": np.array([3, 1, 2, 3, 4, 5]), "weight": weight}
+    yield "float64/edges/infinite-weight", smoothing | none, problem
+
+    x, weight = small.copy(), _weight()
+    x[0, 8], x[1, 10], x[2, 8:], x[3, 9], x[4, [4, 8]], x[5, 8] = [-np.inf] * 6
+    weight[8:10] = -1.0, 0.0
+    problem = {"logits": x, "targets": np.array([1, 1, 2, 3, 4, 8]), "weight": weight}
+    yield "float32/edges/masked-weight", smoothing | none, problem
+
+    x, most = large.copy(), 1.75 * 2.0**1023
+    x[0, 3], x[1, 4], x[2, 5], x[3, [6, 7]], x[4, [7, 8]], x[5, 9] = most, most, -most, most, [most, most / 1.5], -most
+    problem = {"logits": x, "targets": np.array([0, 4, 1, 6, 8, 9])}
+    yield "float64/edges/overflow", none | {"logit_scale": 64.0}, problem
+    yield "float64/edges/smooth-overflow", none | smoothing | {"logit_scale": 64.0}, problem
+
+    weight = _weight()
+    weight[1:3] = 1.0, -1.0
+    problem = {"logits": small, "targets": np.array([1, 2, 1, 2, -100, -100]), "weight": weight}
+    yield "float32/edges/no-weight", {"reduction": "mean", **smoothing}, problem | {"dloss": np.array(2.0)}
 
 
 def drawn(dtype: str, kind: str) -> tuple[Array, Array]:

@@ -2,9 +2,9 @@
  * 8-byte little-endian numbers, i64 (i) or f64 (d):  i rows, classes, shards, double arithmetic?, dtype of the gradient
  *   (0: f64, 1: f32, 2: f16, 3: bf16), reduction (0: none, 1: sum, 2: mean), statistics?, weights?, ignore_index;
  *   d scale, softcap (0: none), smoothing, z_loss;  i split points [shards + 1], order of the merges [shards],
- *   targets [rows];  d logits [rows][classes], weights [classes] (1 without weights).
+ *   targets [rows];  d logits [rows][classes], weights [classes] (1 without weights), gradients of the losses [rows].
  * Its results are f64: of each row the loss and its gradient [classes]; then the reduced loss; then, for statistics, of
- * each row log_prob, entropy, logsumexp and their gradient [classes] for the gradients 1, 0.5 and 0.25. */
+ * each row log_prob, entropy, logsumexp and their gradients [classes] for the gradients 1, 0.5, 0.25 and 1, 0, 0. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -12,26 +12,26 @@
 #include <string.h>
 typedef int64_t i64; typedef uint64_t u64;
 typedef struct { double high, low; } Pair;
-typedef struct { i64 grid; u64 limb[3]; double special; } Sum; /* special: the sum of what is infinite or nan */
+typedef struct { i64 grid; u64 limb[3]; } Sum; /* of a wide sum that is not finite the grid is one of the last three */
 typedef struct { double t; i64 n; } Exp; /* 2^n (1 + t), or, with a residue f as t, 2^n exp(t) */
 typedef struct { Pair z; i64 n; double e; int huge; } View; /* a logit as the end of the loss sees it, in f64 */
 typedef struct { double held, top, target, held_weight; i64 argmax; Sum sum, weighted, entropy; } State;
 typedef struct { State s; View H, T; Pair G; double nll, p, p1, N, R, logsumexp, rise; i64 E; } Row;
 static struct { i64 rows, classes, shards, dbl, dtype, reduction, statistics, weights, ignore;
                 double scale, softcap, smoothing, z_loss; } in;
-static double *logits, *weight;
+static double *logits, *weight, *dloss;
 static i64 *split, *order, *targets;
 static int stats, width, point; /* stats: whether the states at hand are those of the statistics */
 static const i64 HUGE_N = (i64)1 << 61;
-enum { WIDE = 36, DEPTH = 255, INF_GRID = 1 << 14, NAN_GRID = INF_GRID + 2 };
+enum { WIDE = 36, DEPTH = 255, INF_GRID = 1 << 14, MINUS_GRID, NAN_GRID };
 static const double LOG2E = 0x1.71547652b82fep+0, HI = 0x1.62e42feep-1, LO = 0x1.a39ef35793c76p-33;
 static const double LN2 = 0x1.62e42fefa39efp-1, LN2_REST = 0x1.abc9e3b39803fp-56, SQRT_HALF = 0x1.6a09e667f3bcdp-1;
-#define EMPTY {-((i64)1 << 60), {0}, 0}
-static const State NO_CLASSES = {-INFINITY, -INFINITY, -INFINITY, 0, INT64_MAX, EMPTY, {-INF_GRID, {0}, 0}, EMPTY};
+#define EMPTY {-((i64)1 << 60), {0}}
+static const State NO_CLASSES = {-INFINITY, -INFINITY, -INFINITY, 0, INT64_MAX, EMPTY, {-INF_GRID, {0}}, EMPTY};
 static i64 clamp(i64 v, i64 least, i64 most) { return v < least ? least : v > most ? most : v; }
 static i64 floordiv(i64 a, i64 b) { return a / b - (a % b < 0); }
 static double two(i64 n) { return ldexp(1, n); }
-static double times(double a, double b) { return a == 0 ? 0 : a * b; } /* a term with the factor 0 is 0 */
+static double times(double a, double b) { return a == 0 && !isnan(b) ? 0 : a * b; }
 static double single(double v) { return in.dbl ? v : (double)(float)v; }
 static int before(double a, double b) { return isnan(a) ? !isnan(b) : a > b; }
 static double larger(double a, double b) { return before(a, b) ? a : b; }
@@ -121,14 +121,17 @@ static void add(Sum *s, int w, u64 v, i64 e, i64 sign) { /* v 2^e, on the grid t
     for (i64 j = 0, n = e - unit(*s, w); j < 3; j++, n -= w)
         s->limb[j] += (u64)sign * (n >= 64 || n <= -64 ? 0 : n >= 0 ? v << n : v >> -n);
 }
+static void join_wide(Sum *a, Sum b) { /* infinities of both signs make a nan */
+    int mixed = a->grid >= INF_GRID && b.grid >= INF_GRID && a->grid != b.grid;
+    join(a, b), a->grid = mixed ? NAN_GRID : a->grid;
+}
 static void add_wide(Sum *s, double v, i64 e, int first) { /* v 2^e; the first part decides the grid */
-    if (!isfinite(v)) s->special += v, v = 0;
+    if (!isfinite(v)) join_wide(s, (Sum){v > 0 ? INF_GRID : v < 0 ? MINUS_GRID : NAN_GRID, {0}}), v = 0;
     int k; u64 digits = (u64)ldexp(fabs(frexp(v, &k)), 53);
     if (first && v != 0) coarsen(s, floordiv(k - 1 + e, WIDE));
     add(s, WIDE, digits, k - 53 + e, v < 0 ? -1 : 1);
 }
 static Pair value(Sum s, int w) { /* in units of the sum */
-    if (s.special != 0) return (Pair){s.special, 0};
     i64 d[] = {(i64)(s.limb[0] - (s.limb[1] << w)), (i64)(s.limb[1] - (s.limb[2] << w)), (i64)s.limb[2]}, sign = 1;
     for (int again = 0; again < 2; again++) {
         for (int j = 0; j < 2; j++) d[j + 1] += floordiv(d[j], (i64)1 << w), d[j] &= ((i64)1 << w) - 1;
@@ -138,14 +141,18 @@ static Pair value(Sum s, int w) { /* in units of the sum */
     for (int j = 1; j >= 0; j--) r = twosum(h.high, (double)d[j] * two(w * j)), h = (Pair){r.high, h.low + r.low};
     return twosum(sign * h.high, sign * h.low);
 }
-static Pair wide_value(Sum s) { return scaled_pair(value(s, WIDE), unit(s, WIDE)); }
+static Pair wide_value(Sum s) {
+    double kinds[] = {INFINITY, -INFINITY, NAN};
+    return s.grid >= INF_GRID ? (Pair){kinds[s.grid - INF_GRID], 0} : scaled_pair(value(s, WIDE), unit(s, WIDE));
+}
 static int shrunk(Pair *z) { return fabs(z->high) >= 0x1p800 ? *z = scaled_pair(*z, -128), 128 : 0; } /* by 2^-128 */
 static void add_weighted(Sum *s, double w, double x) { /* w z */
     Pair z = transform(x);
     int e = shrunk(&z);
     double p = w * z.high, r = fma(w, z.high, -p) + w * z.low;
-    if (w != 0) coarsen(s, !isfinite(w) ? NAN_GRID : z.high == -INFINITY ? INF_GRID : s->grid);
-    if (isfinite(w) && isfinite(z.high)) add_wide(s, p, e, 1), add_wide(s, isfinite(r) ? r : 0, e, 0);
+    if (!isfinite(w)) add_wide(s, w, 0, 1);
+    else if (z.high == -INFINITY) add_wide(s, times(w, INFINITY), 0, 1);
+    else if (isfinite(z.high)) add_wide(s, isfinite(p) ? p : NAN, e, 1), add_wide(s, isfinite(r) ? r : 0, e, 0);
 }
 static double largest(State s) { return stats ? s.held : s.top; }
 static void add_class(State *s, double x, double w) { /* if it counts: exp(z); for statistics also exp(z) z */
@@ -158,7 +165,7 @@ static void add_class(State *s, double x, double w) { /* if it counts: exp(z); f
     r.n += shrunk(&z) - point;
     Pair p = twoprod((double)U, z.high), q = twoprod((double)(P - U), z.high);
     double parts[] = {p.high, p.low, q.high, q.low, (double)P * z.low};
-    for (int i = 0; i < 5 && stats; i++) add_wide(&s->entropy, parts[i], r.n, i == 0);
+    for (int i = 0; i < 5 && stats; i++) add_wide(&s->entropy, isfinite(parts[i]) ? parts[i] : 0, r.n, i == 0);
 }
 static State sent(State s) { /* by way of its bytes, on a little-endian machine */
     int loss = !stats, smooth = loss && in.smoothing;
@@ -190,7 +197,7 @@ static State merge(State a, State b) {
     if (stats && (before(b.held, a.held) || (!before(a.held, b.held) && b.argmax < a.argmax))) return merge(b, a);
     State m = {larger(a.held, b.held), larger(a.top, b.top), larger(a.target, b.target), a.held_weight + b.held_weight,
                a.argmax, EMPTY, a.weighted, EMPTY};
-    join(&m.weighted, b.weighted);
+    join_wide(&m.weighted, b.weighted);
     if (counts(largest(a), largest(m))) join(&m.sum, a.sum), join(&m.entropy, a.entropy);
     if (counts(largest(b), largest(m))) join(&m.sum, b.sum), join(&m.entropy, b.entropy);
     if (stats) add_class(&m, b.held, 0);
@@ -220,14 +227,16 @@ static Row finish(i64 i) { /* of row i, as ranks do it: the states of shards are
     return r;
 }
 static double gap(Pair W, Pair z, Sum sum, i64 E) { /* in units of 2^E */
-    z = isfinite(z.high) ? z : (Pair){0, 0};
+    if (!isfinite(z.high)) return times(W.high, z.high);
     int e = shrunk(&z);
     double p = W.high * z.high, r = fma(W.high, z.high, -p) + (W.high * z.low + W.low * z.high);
     Pair v = scaled_pair(value(sum, WIDE), unit(sum, WIDE) - E - e), s = twosum(p, -v.high);
     return (s.high + (s.low + (r - v.low))) * two(e);
 }
 static double exponential(double F, double x, const Row *r) { /* F exp(z) 2^-E */
-    if (x == -INFINITY || (r->T.huge && x != largest(r->s)) || !isfinite(F)) return F * 0;
+    F += 0.0; /* never -0 */
+    if (x == -INFINITY || (r->T.huge && x != largest(r->s))) return F * 0;
+    if (!isfinite(F)) return F;
     int k; double m = 2 * frexp(F, &k), t = seen(x).t;
     float high = (float)m, low = (float)(m - high), v = high + fmaf(high, (float)t, low);
     i64 M = seen(x).n + (k - 1) - r->E, a = clamp(M, in.dbl ? -1020 : -125, in.dbl ? 1023 : 127);
@@ -247,43 +256,53 @@ static void losses(void) {
     Sum all = EMPTY, total = EMPTY, sum = EMPTY; /* of the weights of all classes and of the rows; of the losses */
     for (i64 k = 0; k < in.classes; k++) add_wide(&all, weight[k], 0, 1);
     for (i64 i = 0; i < in.rows; i++) add_wide(&total, targets[i] == in.ignore ? 0 : weight[targets[i]], 0, 1);
-    double divisor = in.reduction == 2 ? wide_value(total).high : 1, G = in.scale * (1 / divisor);
+    double divisor = in.reduction == 2 ? wide_value(total).high : 1;
+    if (divisor == 0) divisor = NAN;
     for (i64 i = 0; i < in.rows; i++) {
         int ignored = targets[i] == in.ignore;
         Row r = finish(i);
         double w = ignored ? 0 : in.weights ? r.s.held_weight : 1, loss = times((1 - s) * w, r.nll);
         Sum others = all, logit = r.s.weighted;
-        add_wide(&others, -w, 0, 0);
+        if (logit.grid < INF_GRID && all.grid >= INF_GRID) others.grid = -INF_GRID;
+        if (isfinite(w)) add_wide(&others, -w, 0, 0);
         Pair W = s ? wide_value(others) : (Pair){0, 0};
-        double X = (times(w, r.nll) + times(W.high, r.rise)) + gap(W, r.T.z, logit, 0);
-        if (s) loss += share * (logit.grid < INF_GRID ? X : logit.grid == INF_GRID ? INFINITY : NAN);
+        double X = times(w, r.nll) + times(W.high, r.rise);
+        X = logit.grid >= INF_GRID ? times(w, r.nll) + wide_value(logit).high : X + gap(W, r.T.z, logit, 0);
+        if (s) loss += share * X;
         if (in.z_loss) loss += (in.z_loss * r.logsumexp) * r.logsumexp;
         loss = ignored ? 0 : loss, add_wide(&sum, loss, 0, 1), put(single(loss));
         double h = (1 - s + share) * w, o = share * W.high, l = in.z_loss ? (2 * in.z_loss) * r.logsumexp : 0;
+        double G = in.scale * (dloss[i] / divisor);
         for (i64 k = i * in.classes, j = 0; j < in.classes; k++, j++) {
             double g = exponential((G * ((h + o) + l)) * r.N, logits[k], &r) - (s ? (G * share) * weight[j] : 0);
             if (j == targets[i]) g = G * (h * r.p1 + (o + l) * r.p);
             put_element(ignored ? 0 : g * slope(logits[k]));
         }
     }
-    put(single(divisor == 0 ? NAN : wide_value(sum).high / divisor));
+    put(single(wide_value(sum).high / divisor));
+}
+static void put_gradient(i64 i, const Row *r, double entropy, double a, double b, double c) { /* of statistics */
+    double l = c - b * (entropy - r->nll);
+    int none = a == 0 && b == 0 && c == 0;
+    for (i64 k = i * in.classes, j = 0; j < in.classes; k++, j++) {
+        Pair z = transform(logits[k]), h = r->H.z;
+        double q = (l - a) + (-b) * ((z.high - h.high) + (z.low - h.low));
+        double g = exponential(in.scale * r->N, logits[k], r);
+        g = g == 0 ? 0 : g * q;
+        if (j == targets[i]) g += in.scale * a;
+        if (j == r->s.argmax) g = in.scale * (l * r->p - a * (j == targets[i] ? r->p1 : r->p));
+        put_element(none ? 0 : g * slope(logits[k]));
+    }
 }
 static void statistics(void) {
     for (i64 i = 0; i < in.rows; i++) {
         Row r = finish(i);
         Pair h = r.H.z, y = transform(r.s.target);
-        double d = (y.high - h.high) + (y.low - h.low), a = targets[i] == in.ignore ? 0 : 1, b = 0.5, c = 0.25;
+        double d = (y.high - h.high) + (y.low - h.low), a = targets[i] == in.ignore ? 0 : 1;
         double O = r.R == 0 ? 0 : (times(r.G.high, r.rise) + gap(r.G, h, r.s.entropy, r.E)) * r.N;
-        double entropy = times(r.p, r.nll) + O, l = c - b * (entropy - r.nll);
-        put(single(a == 0 ? 0 : (d < 0 ? d : 0) - r.nll)), put(single(entropy)), put(single(r.logsumexp));
-        for (i64 k = i * in.classes, j = 0; j < in.classes; k++, j++) {
-            Pair z = transform(logits[k]);
-            double q = (l - a) + (-b) * ((z.high - h.high) + (z.low - h.low));
-            double g = times(exponential(in.scale * r.N, logits[k], &r), q);
-            if (j == targets[i]) g += in.scale * a;
-            if (j == r.s.argmax) g = in.scale * (l * r.p - a * (j == targets[i] ? r.p1 : r.p));
-            put_element(g * slope(logits[k]));
-        }
+        double entropy = times(r.p, r.nll) + O;
+        put(single(a == 0 ? 0 : (d < 0 || isnan(d) ? d : 0) - r.nll)), put(single(entropy)), put(single(r.logsumexp));
+        put_gradient(i, &r, entropy, a, 0.5, 0.25), put_gradient(i, &r, entropy, a, 0, 0);
     }
 }
 static void *numbers(void *v, size_t n) {
@@ -294,6 +313,7 @@ int main(void) {
         width = in.dbl ? 36 : 21, point = in.dbl ? 62 : 30;
         split = numbers(split, in.shards + 1), order = numbers(order, in.shards), targets = numbers(targets, in.rows);
         logits = numbers(logits, in.rows * in.classes), weight = numbers(weight, in.classes);
+        dloss = numbers(dloss, in.rows);
         for (i64 k = 0; k < in.rows * in.classes; k++) logits[k] = isnan(logits[k]) ? NAN : logits[k] + 0.0; /* no -0 */
         for (stats = 0; stats <= in.statistics; stats++) stats ? statistics() : losses();
     }

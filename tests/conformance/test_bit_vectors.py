@@ -73,9 +73,9 @@ def test_vector_without_bits_is_not_offered(folder, results, tmp_path):
 
 def test_bits_of_other_arithmetic_are_refused(folder, results, tmp_path):
     save_file(results, tmp_path / "results")
-    for number, said in ((0, "arithmetic 0"), (None, "no arithmetic")):
+    for number, said in ((1, "arithmetic 1"), (None, "no arithmetic")):
         (tmp_path / "index.json").write_text(json.dumps(index(folder) | {"arithmetic": number}))
-        with pytest.raises(ValueError, match=f"bits are those of {said}, and this package has arithmetic 1"):
+        with pytest.raises(ValueError, match=f"bits are those of {said}, and this package has arithmetic 2"):
             bit_vectors.judged(tmp_path, tmp_path / "results")
 
 

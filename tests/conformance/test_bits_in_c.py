@@ -49,6 +49,7 @@ def problem(vector, tensors, splits, order):
     assert set(options) <= OPTIONS, "an option that bits.c does not know"
     logits, weight = tensors["logits"], tensors.get("weight")
     rows, classes = logits.shape
+    dloss = np.broadcast_to(tensors.get("dloss", 1.0), rows)
     double = vector["dtype"] == "float64" or options.get("compute_dtype") == "float64"
     dtype, reduction = DTYPES.index(vector["dtype"]), REDUCTIONS.index(options["reduction"])
     statistics, ignore = "entropy" in vector["results"], options.get("ignore_index", -100)
@@ -56,7 +57,7 @@ def problem(vector, tensors, splits, order):
     numbers = [options.get("logit_scale", 1), options.get("softcap") or 0]
     numbers += [options.get("label_smoothing", 0), options.get("z_loss", 0)]
     parts = [(header, "<i8"), (numbers, "<f8"), (splits, "<i8"), (order, "<i8"), (tensors["targets"], "<i8")]
-    parts += [(logits, "<f8"), (np.ones(classes) if weight is None else weight, "<f8")]
+    parts += [(logits, "<f8"), (np.ones(classes) if weight is None else weight, "<f8"), (dloss, "<f8")]
     return b"".join(np.asarray(part).astype(dtype).tobytes() for part, dtype in parts)
 
 
@@ -95,10 +96,11 @@ def test_program_from_page_alone_has_all_bits(program, exported, cut):
         reduced, results = results[0], results[1:]
         found = {"loss": loss[:, 0] if vector["options"]["reduction"] == "none" else reduced, "dlogits": loss[:, 1:]}
         if "entropy" in vector["results"]:
-            row, results = results[: rows * (3 + classes)].reshape(rows, -1), results[rows * (3 + classes) :]
-            found |= {"log_prob": row[:, 0], "entropy": row[:, 1], "logsumexp": row[:, 2], "dstatistics": row[:, 3:]}
-        assert list(found) == vector["results"]
-        for name, is_ in found.items():
+            row, results = results[: rows * (3 + 2 * classes)].reshape(rows, -1), results[rows * (3 + 2 * classes) :]
+            found |= {"log_prob": row[:, 0], "entropy": row[:, 1], "logsumexp": row[:, 2]}
+            found |= {"dstatistics": row[:, 3 : 3 + classes], "dlog_prob": row[:, 3 + classes :]}
+        for name in vector["results"]:
+            is_ = found[name]
             expected = tensors["expected_" + name].astype("<f8")  # exact, so all bits stay
             assert is_.shape == expected.shape
             is_, expected = np.ravel(is_).copy(), expected.ravel()

@@ -105,6 +105,38 @@ def test_bad_row_is_nan_on_every_rank_alone(comm, targets, options):
                 assert np.isfinite(gradient[~bad]).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("smoothing", [0.0, 1e-9, 0.1])
+def test_bad_row_is_nan_whatever_its_target_weighs(comm, dtype, smoothing):
+    for reduction in ("none", "sum", "mean"):
+        with in_step(comm):
+            problem = draw(2 * len(BAD), WIDE, dtype=dtype, reduction=reduction, label_smoothing=smoothing)
+            bad = np.arange(2 * len(BAD)) % 2 == 0
+            weight = np.ones(WIDE, np.float32)
+            weight[problem.targets[bad]] = 0.0
+            problem = problem.but(weight=weight)
+            spoil(problem, np.flatnonzero(bad), problem.targets)
+            results = right_results(comm, problem)
+            for loss in results.losses.values():
+                assert np.isnan(loss).tolist() == (bad.tolist() if reduction == "none" else True)
+            for gradient in results.gradients.values():
+                assert np.isnan(gradient[bad]).all()
+    logits = np.array([[np.inf, np.inf, 6e4, np.inf, np.inf]], dtype)
+    given = {"weight": np.array([0.0, 1, -1, 1, -1]), "label_smoothing": smoothing}
+    assert np.isnan(pce.softmax_cross_entropy(logits, np.array([0]), reduction="sum", **given))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_bad_row_is_nan_for_probabilities_of_0(comm, smoothing):
+    problem = draw(2 * len(BAD), WIDE, targets="probabilities", reduction="none", label_smoothing=smoothing)
+    bad = np.arange(2 * len(BAD)) % 2 == 0
+    spoil(problem, np.flatnonzero(bad), problem.targets.argmax(axis=1))
+    problem.targets[bad] = 0.0
+    with in_step(comm):
+        for loss in right_results(comm, problem).losses.values():
+            assert np.isnan(loss).tolist() == bad.tolist()
+
+
 @several_shards
 def test_bad_row_gives_nan_statistics_everywhere(comm):
     problem = draw(2 * len(BAD), WIDE)
@@ -172,6 +204,86 @@ def test_rows_whose_weights_cancel_are_nan(comm, weights, smoothing):
     loss, gradient = problem.but(weight=weight).dense()
     assert np.isnan(loss)
     assert np.isnan(gradient).all(axis=1).tolist() == [True, True, False, True, True]
+
+
+NAN, INF = np.nan, np.inf
+WEIGHTS_OF_NO_SIZE = [
+    # logits, weight, target, and the loss of a row
+    ([1.0, 2, 0], [1.0, INF, 1], 0, INF),
+    ([1.0, 2, 0], [1.0, -INF, 1], 0, -INF),
+    ([1.0, 2, 0], [INF, 1.0, 1], 0, INF),
+    ([1.0, 2, 0], [-INF, 1.0, 1], 0, -INF),
+    ([1.0, 2, 0], [INF, 1.0, INF], 0, INF),
+    ([1.0, 2, 0], [1.0, INF, -INF], 0, NAN),
+    ([1.0, 2, 0], [1.0, NAN, 1], 0, NAN),
+    ([1.0, 2, 0], [NAN, 1.0, 1], 0, NAN),
+    ([1.0, 2, -INF], [1.0, INF, 0], 0, INF),
+    ([1.0, 2, -INF], [1.0, 1.0, INF], 0, INF),
+    ([1.0, 2, -INF], [1.0, 1.0, -INF], 0, -INF),
+    # a masked class
+    ([0.09, 0, -INF], [3.3, 1.0, -1], 0, -INF),
+    ([0.09, 0, -INF], [3.3, 1.0, 1], 0, INF),
+    ([0.09, 0, -INF], [3.3, 1.0, 0], 0, None),
+    ([0.09, -INF, -INF], [3.3, 1.0, -1], 0, NAN),
+    ([0.09, -INF, -INF], [3.3, -1.0, -1], 1, -INF),
+    ([0.09, -INF, -INF], [3.3, 1.0, -1], 1, NAN),
+    ([0.09, -INF, 1.0], [3.3, 1.0, -INF], 1, NAN),
+]
+
+
+@several_shards
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize(("logits", "weight", "target", "expected"), WEIGHTS_OF_NO_SIZE, ids=str)
+def test_weights_that_are_infinite_count_as_in_dense(comm, logits, weight, target, expected, kind):
+    targets = np.array([target] * 2) if kind == "index" else np.tile(np.where(np.arange(3) == target, 0.7, 0.1), (2, 1))
+    for dtype, reduction in product((np.float32, np.float64), ("none", "sum", "mean")):
+        options = {"label_smoothing": 0.1, "reduction": reduction}
+        problem = Problem(np.array([logits] * 2, dtype), targets, weight=np.array(weight), options=options)
+        with in_step(comm):
+            loss, gradient = problem.dense()
+            part = part_of(comm, problem)
+            results = evaluate(comm, problem, part)
+            for found in results.losses.values():
+                np.testing.assert_allclose(found, loss, rtol=1e-6)
+                assert expected is None or reduction != "none" or np.array_equal(found, [expected] * 2, equal_nan=True)
+            for found in results.gradients.values():
+                np.testing.assert_allclose(found, part.of(gradient, 1), rtol=1e-6, atol=1e-7)
+
+
+def test_gradient_of_infinite_upstream_is_infinite_where_probability_is():
+    logits = np.array([[1.0, 2.0, -np.inf, 0.5]])
+    for dtype in (np.float32, np.float64):
+        _, residuals = pce.softmax_cross_entropy_forward(logits.astype(dtype), np.array([0]))
+        gradient = pce.softmax_cross_entropy_backward(-np.inf, residuals)
+        np.testing.assert_array_equal(gradient, [[np.inf, -np.inf, np.nan, -np.inf]])
+
+
+def test_products_of_weights_beyond_float64_are_no_finite_nonsense():
+    for weight, logits in (([1, 1e300], [1.0, -1e9]), ([1, -1e300], [1.0, -1e9]), ([1e300, 1e300], [-1e9, 1.0])):
+        loss = pce.softmax_cross_entropy(
+            np.array([logits]), np.array([0]), weight=np.array(weight), label_smoothing=0.1
+        )
+        assert not np.isfinite(loss)
+
+
+@several_shards
+@pytest.mark.parametrize("scale", [64.0, 1e100])
+def test_scaled_logits_beyond_float64_are_infinite(comm, scale):
+    most = np.finfo(np.float64).max
+    rows = [([1.1988e18, 1.7e308], 0, np.inf), ([1.1988e18, 1.7e308], 1, 0.0), ([0.0, -most], 1, np.inf)]
+    rows += [([0.0, -most], 0, 0.0), ([most, most], 1, np.log(2.0)), ([1.7e308, most], 0, np.nan)]
+    logits, targets, expected = map(np.array, zip(*rows, strict=True))
+    start, stop = pce.shard_range(2, comm.size, comm.rank)
+    given = {"comm": comm, "class_start": start, "logit_scale": scale, "reduction": "none"}
+    with in_step(comm):
+        loss, gradient = pce.softmax_cross_entropy_value_and_grad(logits[:, start:stop], targets, **given)
+        np.testing.assert_allclose(loss, expected, rtol=1e-15)
+        right = scale * np.array([[-1.0, 1], [0, 0], [1, -1], [0, 0], [0.5, -0.5], [-1, 1]])
+        np.testing.assert_allclose(gradient, right[:, start:stop], rtol=1e-15)
+        smooth = pce.softmax_cross_entropy(logits[:, start:stop], targets, label_smoothing=0.5, **given)
+        assert not np.isfinite(smooth).any()
+        found = pce.class_statistics(logits[:, start:stop], comm=comm, class_start=start, logit_scale=scale)
+        assert found.logsumexp.tolist() == [np.inf, np.inf, 0.0, 0.0, np.inf, np.inf]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

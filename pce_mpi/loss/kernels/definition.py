@@ -31,7 +31,7 @@ from pce_mpi.loss.kernels.divergence import (
 from pce_mpi.loss.kernels.elementary import Arithmetic, f64, i64, softcap_slope, u64
 from pce_mpi.loss.kernels.gradients import gradient_of
 from pce_mpi.loss.kernels.largest import largest_of as largest_of
-from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
+from pce_mpi.loss.kernels.limbs import Sums, number_of, sum_of_numbers, united_numbers
 from pce_mpi.loss.kernels.losses import (
     row_gradients as row_gradients,
     row_losses as row_losses,
@@ -42,7 +42,7 @@ from pce_mpi.loss.kernels.losses import (
 from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.kernels.row_softmax import row_softmax as row_softmax
 from pce_mpi.loss.kernels.states import merge as merge, states_of
-from pce_mpi.loss.softmax_state import INFINITE, MINUS_INFINITE, NO_GRID, NOT_A_NUMBER, ROW_GRADIENT, StateFields
+from pce_mpi.loss.softmax_state import ROW_GRADIENT, StateFields
 
 Array = np.ndarray[Any, Any]
 
@@ -137,30 +137,19 @@ def sums_of(*arrays: Array) -> Array:
     """Return the sum of each array of float64 numbers, finite or not: (arrays, 4) words, a grid and limbs."""
     sums = np.zeros((len(arrays), 4), u64)
     for row, numbers in zip(sums, arrays, strict=True):
-        grids, limbs = sum_of([numbers[None]])
-        strange = np.unique(np.where(np.isnan(numbers), np.nan, numbers)[~np.isfinite(numbers)])
-        if strange.size:
-            kinds = {np.inf: INFINITE, -np.inf: MINUS_INFINITE}
-            grids[:], limbs[:] = kinds.get(strange[0], NOT_A_NUMBER) if strange.size == 1 else NOT_A_NUMBER, 0
+        grids, limbs = sum_of_numbers(numbers[None])
         row[:1], row[1:] = grids.view(u64), limbs[0]
     return sums
 
 
 def add(a: Array, b: Array) -> None:
     """Add the sums `a`, as `sums_of` gives them, (sums, 4), to the sums `b`."""
-    grids, others = a[:, 0].view(i64), b[:, 0].view(i64)
-    total = united(NO_GRID, Sums(grids, a[:, 1:]), Sums(others, b[:, 1:]))
-    mixed = (grids >= INFINITE) & (others >= INFINITE) & (grids != others)
-    b[:, 0], b[:, 1:] = np.where(mixed, NOT_A_NUMBER, total.grids).view(u64), total.limbs
+    grids, b[:, 1:] = united_numbers(_sums_in(a), _sums_in(b))
+    b[:, 0] = grids.view(u64)
 
 
-def _values_of(sums: Array) -> Array:
-    """Return the values of sums, as `sums_of` gives them, as float64."""
-    grids = sums[:, 0].copy().view(i64)
-    values = value_of_wide(Sums(grids, sums[:, 1:])).high
-    for kind, value in ((INFINITE, np.inf), (MINUS_INFINITE, -np.inf), (NOT_A_NUMBER, np.nan)):
-        values = np.where(grids == kind, value, values)
-    return values
+def _sums_in(words: Array) -> Sums:
+    return Sums(words[:, 0].copy().view(i64), words[:, 1:])
 
 
 def loss_of_rows(losses: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
@@ -173,7 +162,7 @@ def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array
 
     A mean over rows whose weights sum to 0 is `nan`, and so is its gradient.
     """
-    total, weights = _values_of(sums)
+    total, weights = number_of(_sums_in(sums)).high
     divisor = np.array([(np.nan if weights == 0.0 else weights) if mean else 1.0])
     with np.errstate(all="ignore"):
         return (total / divisor).astype(dtype).reshape(()), divisor

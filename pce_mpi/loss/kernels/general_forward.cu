@@ -30,7 +30,7 @@ __device__ __forceinline__ void add(State& state, double x, double u, int64_t at
     state.top = leading = x == infinity() ? not_a_number() : larger(before, x);
     if (leading != before && is_huge(leading, call.transform)) forget_exponentials(state);
   }
-  if (call.has(WEIGHT)) add_wide(state.weight, &u, 1, 0);
+  if (call.has(WEIGHT)) add_number(state.weight, u);
   if (call.has(WEIGHTED_LOGIT)) add_weighted_logit(state.weighted_logit, x, u, call.transform);
   if (!finite(leading) || !counts(x, leading, call)) return;
   add_class<Arithmetic>(state, x, 1.0, {call.fields & (HOLD_LARGEST | ENTROPY), call.transform});

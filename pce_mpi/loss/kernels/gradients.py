@@ -78,5 +78,5 @@ def _probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arit
         near = np.clip(n, -1020, 1023)
         value = value * power(near) * power(np.clip(n - near, -60, 60))
     nought = (x == -np.inf) | (is_huge(top, transform)[:, None] & (x != top[:, None]))
-    nought |= ~np.isfinite(factor)[:, None]  # these become nan
+    value = np.where(np.isfinite(factor)[:, None], value, factor[:, None].astype(value.dtype))
     return np.where(nought, (factor * 0.0)[:, None].astype(value.dtype), value)

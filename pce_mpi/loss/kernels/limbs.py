@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.loss.kernels.elementary import DOUBLE, f64, i64, scaled, two_sum, u64
-from pce_mpi.loss.softmax_state import NO_GRID
+from pce_mpi.loss.softmax_state import INFINITE, MINUS_INFINITE, NO_GRID, NOT_A_NUMBER
 
 Array = np.ndarray[Any, Any]
 
@@ -122,6 +122,34 @@ def mantissa_and_exponent(v: Array) -> tuple[Array, Array]:
 def value_of_wide(sums: Sums) -> Double:
     """Return the value of a sum in digits of `WIDE` bits."""
     return Double(*(scaled(part, exponent_of_wide(sums.grids)) for part in value_of(sums.limbs, WIDE)))
+
+
+def sum_of_numbers(numbers: Array) -> Sums:
+    """Sum numbers, (rows, classes), over the classes; they need not be finite."""
+    return of_kinds(sum_of([numbers]), numbers)
+
+
+def of_kinds(sums: Sums, numbers: Array) -> Sums:
+    """Return sums which have the kind of `numbers`, (rows, classes), as their grid where these are not all finite."""
+    plus, minus, nan = (each.any(axis=1) for each in (numbers == np.inf, numbers == -np.inf, np.isnan(numbers)))
+    strange = plus | minus | nan
+    kinds = np.where(nan | (plus & minus), NOT_A_NUMBER, np.where(plus, INFINITE, MINUS_INFINITE))
+    return Sums(np.where(strange, kinds, sums.grids), np.where(strange[:, None], u64(0), sums.limbs))
+
+
+def united_numbers(*sums: Sums) -> Sums:
+    """Return the sum of sums of numbers, which need not be finite."""
+    grids, limbs = united(NO_GRID, *sums)
+    mixed = [(each.grids >= INFINITE) & (each.grids != grids) for each in sums]
+    return Sums(np.where(np.any(mixed, axis=0), NOT_A_NUMBER, grids), limbs)
+
+
+def number_of(sums: Sums) -> Double:
+    """Return the value of a sum of numbers, which need not be finite."""
+    high, low = value_of_wide(sums)
+    for kind, value in ((INFINITE, np.inf), (MINUS_INFINITE, -np.inf), (NOT_A_NUMBER, np.nan)):
+        high = np.where(sums.grids == kind, value, high)
+    return Double(high, low)
 
 
 def exponent_of_wide(grids: Array) -> Array:

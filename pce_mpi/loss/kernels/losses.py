@@ -11,6 +11,7 @@ import numpy as np
 
 from pce_mpi.loss.kernels.elementary import transformed
 from pce_mpi.loss.kernels.parameters import LossTerms, Transform
+from pce_mpi.loss.kernels.row_softmax import times
 from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 
 Array = np.ndarray[Any, Any]
@@ -27,8 +28,7 @@ def row_losses(softmax: Array, fields: StateFields, valid: Array, terms: LossTer
             weights, losses = np.ones(len(softmax)), rows.weighted_nll
         else:
             weights = rows.held_weight if fields.held_weight else np.ones(len(softmax))
-            kept = (1.0 - terms.smoothing) * weights
-            losses = np.where(kept == 0.0, 0.0, kept * rows.held_nll)  # even if the loss is infinite
+            losses = times((1.0 - terms.smoothing) * weights, rows.held_nll)
             if fields.weighted_logit:
                 losses = losses + terms.share * rows.weighted_nll
         if terms.z_loss:

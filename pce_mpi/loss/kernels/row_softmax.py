@@ -34,13 +34,13 @@ from pce_mpi.loss.kernels.limbs import (
     exponent_of_wide,
     limbs_of,
     mantissa_and_exponent,
+    number_of,
     value_of,
-    value_of_wide,
 )
 from pce_mpi.loss.kernels.margin import margined
 from pce_mpi.loss.kernels.parameters import NO_MARGIN, Transform
 from pce_mpi.loss.kernels.states import grid_of, in_units
-from pce_mpi.loss.softmax_state import INFINITE, NEGLIGIBLE, NOT_A_NUMBER, ROW_SOFTMAX, StateFields
+from pce_mpi.loss.softmax_state import INFINITE, NEGLIGIBLE, NO_GRID, ROW_SOFTMAX, StateFields
 
 Array = np.ndarray[Any, Any]
 
@@ -70,7 +70,8 @@ class RowSoftmax:
             z, low = transformed(self.held, transform)
             if transform.margin != NO_MARGIN:
                 z, low, self.held_slope = margined(self.held, transform)
-            self._held_z, self._top_z = _Logit(z, low), _Logit(*transformed(self.top, transform))
+            self._held_z = _Logit(self.held, z, low)
+            self._top_z = _Logit(self.top, *transformed(self.top, transform))
             grids = grid_of(self.top, transform, arithmetic)
             self._sum = value_of(states["sum"], arithmetic.width)
             if fields.hold_largest:
@@ -136,11 +137,13 @@ class RowSoftmax:
     def _weight(self) -> Double:
         """sum of u_c over the classes not held."""
         if self.fields.weight:
-            return value_of_wide(Sums(self._states["weight_grid"].astype(i64), self._states["weight"]))
+            return number_of(Sums(self._states["weight_grid"].astype(i64), self._states["weight"]))
         assert self._class_weights is not None
         grids = np.broadcast_to(self._class_weights[0].view(i64), self.held.shape)
         held = limbs_of(*mantissa_and_exponent(self.held_weight), WIDE * (grids - 2), WIDE)
-        return value_of_wide(Sums(grids, np.subtract(self._class_weights[1:], held)))
+        # If the class held alone has a weight that is not finite, that of the others does not matter.
+        alone = (grids >= INFINITE) & (self._states["logit_grid"] < INFINITE)
+        return number_of(Sums(np.where(alone, NO_GRID, grids), np.subtract(self._class_weights[1:], held)))
 
     @property
     def weight(self) -> Array:
@@ -154,8 +157,10 @@ class RowSoftmax:
             weight, grids = self._weight, self._states["logit_grid"].astype(i64)
             weighted = value_of(self._states["weighted_logit"], WIDE)
             gap = _gap(weight, self._top_z, weighted, exponent_of_wide(grids))
-            value = (_times(self.held_weight, self.held_nll) + _times(weight.high, self.above_top)) + gap
-            return np.where(grids == NOT_A_NUMBER, np.nan, np.where(grids == INFINITE, value + np.inf, value))
+            of_held = times(self.held_weight, self.held_nll)
+            value = (of_held + times(weight.high, self.above_top)) + gap
+            infinite = number_of(Sums(grids, self._states["weighted_logit"])).high
+            return np.where(grids >= INFINITE, of_held + infinite, value)
 
     @property
     def entropy(self) -> Array:
@@ -165,21 +170,21 @@ class RowSoftmax:
             weighted = value_of(self._states["exp_logit"], WIDE)
             total = Double(*(scaled(part, self._unit - self.exponent) for part in self._sum))
             gap = _gap(total, self._top_z, weighted, unit)
-            others = (_times(total.high, self.above_top) + gap) * self.normalizer
-            return _times(self.held_probability, self.held_nll) + np.where(self._sum_of_others == 0.0, 0.0, others)
+            others = (times(total.high, self.above_top) + gap) * self.normalizer
+            return times(self.held_probability, self.held_nll) + np.where(self._sum_of_others == 0.0, 0.0, others)
 
     @property
     def target_log_prob(self) -> Array:
         """log of the probability of the target, if the largest logit is held; a sum of two terms of one sign."""
         with np.errstate(all="ignore"):
-            target = _Logit(*transformed(self._states["target"], self._transform))
-            gap = (target.z - self._held_z.z) + (target.low - self._held_z.low)
+            z, low = transformed(self._states["target"], self._transform)
+            gap = (z - self._held_z.z) + (low - self._held_z.low)
             return np.minimum(gap, 0.0) - self.held_nll
 
 
-def _times(weight: Array, value: Array) -> Array:
-    """Return weight value; weight 0 gives 0 even if the value is infinite."""
-    return np.where(weight == 0.0, 0.0, weight * value)
+def times(weight: Array, value: Array) -> Array:
+    """Return weight value; weight 0 gives 0 even if the value is infinite, though not if it is nan."""
+    return np.where((weight == 0.0) & ~np.isnan(value), 0.0, weight * value)
 
 
 def row_softmax(
@@ -203,11 +208,11 @@ def row_softmax(
 
 
 class _Logit:
-    """One logit per row: z, its parts, and e in exp(z) = 2^n e."""
+    """One logit x per row: z, its parts, and e in exp(z) = 2^n e."""
 
-    def __init__(self, z: Array, low: Array):
+    def __init__(self, x: Array, z: Array, low: Array):
         self.z, self.low = z, low
-        self.huge = np.isfinite(self.z) & ~(np.abs(self.z) < HUGE)
+        self.huge = np.isfinite(x) & ~(np.abs(self.z) < HUGE)
         self.huge_value = np.where(self.huge, self.z, 0.0)
         self.n, f = reduced(self.z, self.low)
         self.e = 1.0 + polynomial(f)
@@ -218,10 +223,11 @@ def _times_log2(n: Array) -> Array:
 
 
 def _gap(weight: Double, logit: _Logit, weighted: Double, exponent: Array) -> Array:
-    """Return weight z - weighted 2^exponent; its digits cancel if all logits are far from 0."""
-    z, low, unit = in_units(np.where(np.isfinite(logit.z), logit.z, 0.0), logit.low)
+    """Return weight z - weighted 2^exponent, `times` if z is infinite; digits cancel if all logits are far from 0."""
+    finite = np.isfinite(logit.z)
+    z, low, unit = in_units(np.where(finite, logit.z, 0.0), logit.low)
     high, rest_of_weighted = (scaled(part, exponent - unit) for part in weighted)
     product, error = two_product(weight.high, z)
     error = error + (weight.high * low + weight.low * z)
     s, rest = two_sum(product, -high)
-    return scaled(s + (rest + (error - rest_of_weighted)), unit)
+    return np.where(finite, scaled(s + (rest + (error - rest_of_weighted)), unit), times(weight.high, logit.z))

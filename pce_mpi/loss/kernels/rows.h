@@ -171,7 +171,7 @@ static void add_weights(State &state, const T *x, long first, long end, const We
             return true;
         };
         if (call.has(WEIGHT) && !add_total(state.weight, fill))
-            for (long i = 0; i < some; i++) add_wide(state.weight, u + i, 1, 0);
+            for (long i = 0; i < some; i++) add_number(state.weight, u[i]);
         if (!call.has(WEIGHTED_LOGIT)) continue;
         auto fill_products = [&](double unit, WideTotal &total) {
             return in_way<false>(transform, [&](auto chosen) {

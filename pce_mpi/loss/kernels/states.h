@@ -100,7 +100,12 @@ PCE_FUNCTION Pair value_of(const uint64_t limbs[3], int width) {
 
 PCE_FUNCTION Pair scaled(Pair pair, int64_t n) { return {scaled(pair.high, n), scaled(pair.low, n)}; }
 PCE_FUNCTION int64_t exponent_of_wide(const Sum &sum) { return WIDE * (clip(sum.grid, -100, 100) - 2); }
-PCE_FUNCTION Pair value_of_wide(const Sum &sum) { return scaled(value_of(sum.limbs, WIDE), exponent_of_wide(sum)); }
+// Of a sum of numbers, which need not be finite.
+PCE_FUNCTION Pair value_of_wide(const Sum &sum) {
+    if (sum.grid >= NOT_A_NUMBER) return {not_a_number(), 0.0};
+    if (sum.grid >= INFINITE) return {sum.grid == INFINITE ? infinity() : -infinity(), 0.0};
+    return scaled(value_of(sum.limbs, WIDE), exponent_of_wide(sum));
+}
 
 // What a call computes: its fields, and how.
 struct Call {
@@ -231,30 +236,25 @@ PCE_FUNCTION void add_numbers(Sum &sum, const Sum &other) {
     sum.add(other);
 }
 
-PCE_FUNCTION double number_of(const Sum &sum) {
-    if (sum.grid == NOT_A_NUMBER) return not_a_number();
-    if (sum.grid >= INFINITE) return sum.grid == INFINITE ? infinity() : -infinity();
-    return value_of_wide(sum).high;
-}
+PCE_FUNCTION double number_of(const Sum &sum) { return value_of_wide(sum).high; }
 
 // From LARGE_LOGIT on a product with z is computed in units of 2^128.
 constexpr double LARGE_LOGIT = 0x1p800;
 PCE_FUNCTION int64_t unit_of(double z) { return finite(z) && magnitude(z) >= LARGE_LOGIT ? 128 : 0; }
 
-// Add u z of one class; a weight on a masked class makes the sum infinite, and a weight that is not finite gives nan.
+// Add u z of one class. A sum that is not finite has the kind of the sum of u (-log p): a weight on a masked class makes
+// it infinite, and so does an infinite one.
 PCE_FUNCTION void add_weighted_logit(Sum &sum, double x, double u, const Transform &transform) {
-    if (!finite(u)) {
-        sum = {NOT_A_NUMBER, {0, 0, 0}};
-        return;
-    }
     Pair z = transformed(x, transform);
+    if (!finite(u)) return add_number(sum, u);
     if (!finite(z.high)) {
-        if (z.high == -infinity() && u != 0.0) sum.raise(INFINITE);
+        if (z.high == -infinity() && u != 0.0) add_number(sum, u > 0.0 ? infinity() : -infinity());
         return;
     }
     int64_t unit = unit_of(z.high);
     z = scaled(z, -unit);
     Pair product = two_product(u, z.high);
+    if (!finite(product.high)) return add_number(sum, not_a_number());
     double parts[2] = {product.high, finite(product.low) ? product.low + u * z.low : 0.0};
     if (sum.grid < INFINITE) add_wide(sum, parts, 2, unit);
 }
@@ -274,7 +274,7 @@ PCE_FUNCTION void add_entropy(Sum &sum, uint64_t fixed, int64_t exponent, double
 
 // Add one class that is not held to a state whose grid it may raise.
 template <class Arithmetic> PCE_FUNCTION void add_class(State &state, double x, double u, const Call &call) {
-    if (call.has(WEIGHT)) add_wide(state.weight, &u, 1, 0);
+    if (call.has(WEIGHT)) add_number(state.weight, u);
     if (call.has(WEIGHTED_LOGIT)) add_weighted_logit(state.weighted_logit, x, u, call.transform);
     if (!finite(x)) return;
     auto e = exponential<Arithmetic>(x, call.transform);
@@ -336,30 +336,34 @@ template <class Arithmetic> PCE_FUNCTION void merge(State &a, State &b, const Ca
         a.held_weight += b.held_weight;
     }
     a.sum.add(b.sum);
-    a.weight.add(b.weight);
-    a.weighted_logit.add(b.weighted_logit);
+    add_numbers(a.weight, b.weight);
+    add_numbers(a.weighted_logit, b.weighted_logit);
     a.entropy.add(b.entropy);
 }
 
-// One logit of a row, with e in exp(z) = 2^n e.
+// One logit x of a row, with e in exp(z) = 2^n e.
 struct Logit {
     double z, low;
     bool huge;
     int64_t n;
     double e;
 
-    static PCE_FUNCTION Logit of(const Pair &z) {
+    static PCE_FUNCTION Logit of(double x, const Pair &z) {
         Exponential<double> e = reduced(z.high, z.low);
-        return {z.high, z.low, finite(z.high) && !(magnitude(z.high) < HUGE_LOGIT), e.n, 1.0 + polynomial(e.t)};
+        return {z.high, z.low, finite(x) && !(magnitude(z.high) < HUGE_LOGIT), e.n, 1.0 + polynomial(e.t)};
     }
 };
 
-PCE_FUNCTION double times(double weight, double value) { return weight == 0.0 ? 0.0 : weight * value; }
+// weight value; weight 0 gives 0 even if the value is infinite, though not if it is nan.
+PCE_FUNCTION double times(double weight, double value) {
+    return weight == 0.0 && value == value ? 0.0 : weight * value;
+}
 
-// weight z - weighted 2^exponent; its digits cancel if all logits are far from 0.
+// weight z - weighted 2^exponent, `times` if z is infinite; digits cancel if all logits are far from 0.
 PCE_FUNCTION double gap_of(const Pair &weight, const Logit &logit, const Pair &weighted, int64_t exponent) {
+    if (!finite(logit.z)) return times(weight.high, logit.z);
     int64_t unit = unit_of(logit.z);
-    Pair z = scaled({finite(logit.z) ? logit.z : 0.0, logit.low}, -unit), w = scaled(weighted, exponent - unit);
+    Pair z = scaled({logit.z, logit.low}, -unit), w = scaled(weighted, exponent - unit);
     Pair product = two_product(weight.high, z.high);
     double error = product.low + (weight.high * z.low + weight.low * z.high);
     Pair s = two_sum(product.high, -w.high);
@@ -391,8 +395,8 @@ struct RowSoftmax {
         Margined target = {{}, 1.0};
         if (transform.has_margin()) target = Margined::of(held, transform);
         row.held_slope = target.slope;
-        Logit held_z = Logit::of(transform.has_margin() ? target.z : transformed(held, transform));
-        Logit top_z = Logit::of(transformed(top, transform));
+        Logit held_z = Logit::of(held, transform.has_margin() ? target.z : transformed(held, transform));
+        Logit top_z = Logit::of(top, transformed(top, transform));
         int64_t grid = grid_of<Arithmetic>(top, transform), unit;
         if (transform.has_margin()) held = held_z.z, top = top_z.z;  // whose order is not that of the logits
         Pair sum = value_of(state.sum.limbs, Arithmetic::WIDTH);
@@ -443,6 +447,8 @@ struct RowSoftmax {
             Sum weights = state.weight;
             if (!call.has(WEIGHT)) {
                 weights = class_weights;
+                // If the class held alone has a weight that is not finite, that of the others does not matter.
+                if (weights.grid >= INFINITE && state.weighted_logit.grid < INFINITE) weights.grid = NO_GRID;
                 if (finite(held_weight) && held_weight != 0.0) {
                     Parts p = split(held_weight);
                     add_limbs(weights.limbs, mantissa(p), p.e - 53 - WIDE * (weights.grid - 2), WIDE, !(p.m < 0.0));
@@ -452,9 +458,9 @@ struct RowSoftmax {
             row.weight = weight.high;
             double away = gap_of(weight, top_z, value_of(state.weighted_logit.limbs, WIDE),
                                  exponent_of_wide(state.weighted_logit));
-            double value = (times(held_weight, row.held_nll) + times(weight.high, above_top)) + away;
-            int64_t kind = state.weighted_logit.grid;
-            row.weighted_nll = kind == NOT_A_NUMBER ? not_a_number() : kind == INFINITE ? value + inf : value;
+            double of_held = times(held_weight, row.held_nll);
+            row.weighted_nll = (of_held + times(weight.high, above_top)) + away;
+            if (state.weighted_logit.grid >= INFINITE) row.weighted_nll = of_held + number_of(state.weighted_logit);
         }
         if (call.has(ENTROPY)) {
             Pair total_sum = scaled(sum, unit - row.exponent);

@@ -23,9 +23,9 @@ from pce_mpi.loss.kernels.elementary import (
     two_product,
     u64,
 )
-from pce_mpi.loss.kernels.limbs import Sums, limbs_of, shifted, sum_of, united
+from pce_mpi.loss.kernels.limbs import Sums, limbs_of, of_kinds, shifted, sum_of, sum_of_numbers, united, united_numbers
 from pce_mpi.loss.kernels.parameters import Transform
-from pce_mpi.loss.softmax_state import FORGOTTEN, INFINITE, NO_ENTROPY, NO_GRID, NOT_A_NUMBER, StateFields
+from pce_mpi.loss.softmax_state import FORGOTTEN, NO_ENTROPY, StateFields
 
 Array = Any  # numpy.ndarray, whose operators on fields of states would take mypy a third of its time
 
@@ -155,7 +155,7 @@ def _fill_sums(
         states["entropy_grid"], states["exp_logit"] = sum_of(parts, exponent + unit, NO_ENTROPY)
     weight = np.where(others, weight, 0.0)
     if fields.weight:
-        states["weight_grid"], states["weight"] = sum_of([weight])
+        states["weight_grid"], states["weight"] = sum_of_numbers(weight)
     if fields.weighted_logit:
         states["logit_grid"], states["weighted_logit"] = _weighted_logits(x, weight, transform)
 
@@ -163,17 +163,13 @@ def _fill_sums(
 def _weighted_logits(x: Array, weight: Array, transform: Transform) -> Sums:
     """Sum u z over all classes whose u is not 0."""
     z, low = transformed(x.astype(f64), transform)
-    masked = (z == -np.inf) & (weight != 0.0)
-    usable = np.isfinite(z)
+    masked, usable = (z == -np.inf) & (weight != 0.0), np.isfinite(z)
     z, low, unit = in_units(np.where(usable, z, 0.0), np.where(usable, low, 0.0))
     product, rest = two_product(weight, z)
     rest = np.where(np.isfinite(rest), rest + weight * low, 0.0)
-    grids, limbs = sum_of([product, rest], unit)
-    # A weight on a masked class makes the loss infinite, and a weight that is not finite makes it nan.
-    grids[masked.any(axis=1)] = INFINITE
-    grids[~np.isfinite(weight).all(axis=1)] = NOT_A_NUMBER
-    limbs[grids >= INFINITE] = 0
-    return Sums(grids, limbs)
+    # The kind is that of the sum of u (-log p): weights on masked classes make it infinite, and so do infinite ones.
+    strange = np.where(masked, np.copysign(np.inf, weight), np.where(np.isfinite(product), 0.0, np.nan))
+    return of_kinds(sum_of([product, rest], unit), np.where(np.isfinite(weight), strange, weight))
 
 
 def in_units(z: Array, low: Array) -> tuple[Array, Array, Array]:
@@ -248,7 +244,7 @@ def _unite_weighted(union: Array, fields: StateFields, *states: Array) -> None:
     ):
         if present:
             sums = (Sums(state[grid].astype(i64), state[name]) for state in states)
-            union[grid], union[name] = united(NO_GRID, *sums)
+            union[grid], union[name] = united_numbers(*sums)
 
 
 def _b_is_held(a: Array, b: Array, fields: StateFields) -> Array:
