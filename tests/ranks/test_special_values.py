@@ -250,7 +250,7 @@ def test_weights_that_are_infinite_count_as_in_dense(comm, logits, weight, targe
                 np.testing.assert_allclose(found, part.of(gradient, 1), rtol=1e-6, atol=1e-7)
 
 
-def test_gradient_of_infinite_upstream_is_infinite_where_probability_is():
+def test_infinite_upstream_makes_infinite_gradient():
     logits = np.array([[1.0, 2.0, -np.inf, 0.5]])
     for dtype in (np.float32, np.float64):
         _, residuals = pce.softmax_cross_entropy_forward(logits.astype(dtype), np.array([0]))
@@ -258,7 +258,7 @@ def test_gradient_of_infinite_upstream_is_infinite_where_probability_is():
         np.testing.assert_array_equal(gradient, [[np.inf, -np.inf, np.nan, -np.inf]])
 
 
-def test_products_of_weights_beyond_float64_are_no_finite_nonsense():
+def test_overflowing_products_of_weights_are_not_finite():
     for weight, logits in (([1, 1e300], [1.0, -1e9]), ([1, -1e300], [1.0, -1e9]), ([1e300, 1e300], [-1e9, 1.0])):
         loss = pce.softmax_cross_entropy(
             np.array([logits]), np.array([0]), weight=np.array(weight), label_smoothing=0.1
