@@ -122,6 +122,8 @@ def _table_of(recording: Recording, differences: Differences) -> Iterator[str]:
     yield table([["part", "mean", "mean size", "largest size", "at"], *rows[1:], rows[0]])
     if differences.unknown_head:
         yield differences.unknown_head
+    if text := differences.explanation():
+        yield textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
     sizes = np.nan_to_num(np.abs(differences.whole[counted]), nan=np.inf)
     worst = counted[np.argsort(-sizes, kind="stable")[:_WORST]]
     lines: list[Sequence[Cell]] = [

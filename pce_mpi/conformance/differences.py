@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.pieces import each_piece, pieces
+from pce_mpi.conformance.pieces import LOGITS, each_piece, pieces
 from pce_mpi.conformance.problems import Array
+from pce_mpi.conformance.recorded_causes import LEAST_ROWS, fitted_sampling
 from pce_mpi.conformance.recordings import Recording
 from pce_mpi.conformance.units import coarsest
 from pce_mpi.loss import class_statistics
@@ -27,6 +28,8 @@ from pce_mpi.loss.truncation import Limits, nucleus_of
 _READ = {"logits_dtype", "logit_scale", "num_classes", *Limits._fields}
 # ... and what others say that is said by leaving them out.
 _SAYS_NOTHING = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "smoothing": "all"}
+# Kernels that round otherwise leave differences of a smaller mean size. The rest is looked at in so many tokens.
+_SMALL, _ROWS = 1e-3, 8
 PARTS = ("head", "temperature", "padded classes", "kept mass", "rest")
 
 
@@ -78,17 +81,51 @@ class Differences:
             self.parts["rest"] = self.whole - sum(self.parts[name] for name in PARTS[:-1])
 
     @np.errstate(all="ignore")
-    def _measure(self, rows: Array) -> None:
-        first, second, logits = self._first, self._second, self._first.logits(rows)
-        targets = self.targets[rows]
-        ignored = first.options.get("ignore_index", -100)
+    def explanation(self) -> str:
+        """Say which options, not recorded, would explain the rest; '' if it is small. Looks at some tokens."""
+        rest, said = self.parts["rest"], self._second.options
+        rows = np.flatnonzero(self.valid & np.isfinite(rest))
+        rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), max(_ROWS, LOGITS // self._classes))).astype(np.int64)]
+        size = float(np.abs(rest[rows]).mean()) if len(rows) else 0.0
+        wanted = ["logit_scale"] * ("logit_scale" not in said) + ["top_p"] * (not said.keys() & set(Limits._fields))
+        if size < _SMALL or len(rows) < LEAST_ROWS or not wanted:
+            return ""
+        scale, softcap = self._scales[1], self._first.options.get("softcap")
+        logits = self._heads(self._first.logits(rows))[1][:, : self._classes]
+        found = fitted_sampling(logits, self.targets[rows], rest[rows], scale, softcap, wanted)
+        if found is None:
+            names = " and no ".join({"logit_scale": "temperature", "top_p": "top-p"}[name] for name in wanted)
+            return f"the rest has a mean size of {size:.3g}, and no {names} explains it"
+        options, left = found
+        words = {"logit_scale": lambda value: f"a temperature of {scale / value:.4g}{' more' * (scale != 1.0)}"}
+        words["top_p"] = lambda value: f"top-p {value:g}"
+        causes = " and ".join(words[name](value) for name, value in options.items())
+        told = ", ".join(f"{name}={value:.6g}" for name, value in options.items())
+        return (
+            f"{causes} would explain the rest: {left:.3g} of its mean size of {size:.3g} would be left; where that is "
+            f"meant, record {told} with the rollout"
+        )
+
+    @property
+    def _scales(self) -> list[float]:
+        """The logit_scale of both recordings."""
+        scale = self._first.options.get("logit_scale", 1.0)
+        return [scale, self._second.options.get("logit_scale", scale)]
+
+    def _heads(self, logits: Array) -> list[Array]:
+        """Return logits as the heads of both recordings round them."""
+        first, second = self._first, self._second
         own = compute_dtype_of(first.dtype).name if first.has("hidden") else first.dtype.name
         dtypes = [first.options.get("logits_dtype", own)]
         dtypes.append(dtypes[0] if self.unknown_head else second.options.get("logits_dtype", dtypes[0]))
-        heads = [logits.astype(dtype_named(dtype)).astype(np.float64) for dtype in dtypes]
+        return [logits.astype(dtype_named(dtype)).astype(np.float64) for dtype in dtypes]
+
+    @np.errstate(all="ignore")
+    def _measure(self, rows: Array) -> None:
+        first, targets = self._first, self.targets[rows]
+        heads, scales = self._heads(first.logits(rows)), self._scales
+        ignored = first.options.get("ignore_index", -100)
         softcap = first.options.get("softcap")
-        scales = [first.options.get("logit_scale", 1.0)]
-        scales.append(second.options.get("logit_scale", scales[0]))
         known: dict[str, Any] = {"ignore_index": ignored, "softcap": softcap}
 
         def log_prob(head: int, scale: int, classes: int) -> Array:

@@ -17,11 +17,10 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.comparing import Gradients, errors_in, ulps_off
-from pce_mpi.conformance.diagnosis import MANY
 from pce_mpi.conformance.judging import Answer, judge
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.outcomes import Accuracy, Finding
-from pce_mpi.conformance.pieces import Piece, each_piece, exact_numbers, pieces
+from pce_mpi.conformance.pieces import LOGITS, Piece, each_piece, exact_numbers, pieces
 from pce_mpi.conformance.problems import Array, Problem, row_name
 from pce_mpi.conformance.recorded_causes import LEAST_ROWS, dtype_of_rounded, fitted_scale
 from pce_mpi.conformance.recordings import NUMBERS, Recording
@@ -29,6 +28,8 @@ from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.conformance.units import Tolerance, allowed, coarsest, finest, ulp
 
 _USUAL = Tolerance()
+# Faults are named by so many rows, or more if they have no more logits than a piece: few could be named by accident.
+_ROWS = 8
 # What the kit says of a function is said of a tensor.
 _DECLARED = re.compile(r'declared by @offers\(kind="(loss|log_prob|entropy)"(?:, reductions=\("none",\))?\)')
 
@@ -232,18 +233,18 @@ class Judge:
         natural = compute_dtype_of(recording.dtype)
         reduction = recording.reduction if name == "loss" else "none"
         by_row = reduction == "none"
-        if own is not None and by_row and (scale := self._fitted_scale(name, rows[wrong[rows]])):
+        if own is not None and by_row and (scale := self._fitted_scale(name, wrong)):
             temperature = recording.options.get("logit_scale", 1.0) / scale
             own.text = (
                 f"the logits were divided by a temperature of {temperature:.4g} more: where that is meant, "
                 f"record logit_scale={scale:.6g} ({own.text})"
             )
             return [own]
+        if own is not None and by_row and (dtype := self._dtype_of_rounded(name, wrong)):
+            due = f", not to {declared}," if declared else ""
+            own.text = f"the logits are rounded to {dtype}{due} before the softmax ({own.text})"
+            return [own]
         if recording.has("hidden"):
-            if own is not None and by_row and (dtype := self._dtype_of_rounded(name, rows, logits)):
-                due = f", not to {declared}," if declared else ""
-                own.text = f"the logits are rounded to {dtype}{due} before the softmax ({own.text})"
-                return [own]
             logits = self._rounded_as_declared(logits).astype(natural)
         # A mean or sum over all rows says nothing of some.
         alone = not by_row and len(rows) < recording.rows
@@ -260,7 +261,7 @@ class Judge:
         return [own, *findings] if own is not None and (alone or not findings) else findings
 
     def _telling(self, name: str, wrong: Array) -> Array:
-        most = max(1, MANY // self._recording.classes)
+        most = max(_ROWS, LOGITS // self._recording.classes)
         if len(wrong) <= most:
             return np.arange(len(wrong))
         bad, good = np.flatnonzero(wrong), np.flatnonzero(~wrong)
@@ -272,18 +273,28 @@ class Judge:
         ]
         return np.unique(np.concatenate([worst, *some]).astype(np.int64))
 
-    def _fitted_scale(self, name: str, rows: Array) -> float | None:
-        rows = rows[np.isfinite(self._exact[name][rows])]
+    def _some(self, name: str, wrong: Array) -> Array:
+        """Return some wrong rows whose numbers are finite."""
+        rows = np.flatnonzero(wrong & np.isfinite(self._exact[name]))
+        most = max(_ROWS, LOGITS // self._recording.classes)
+        return rows[np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.int64)]
+
+    def _fitted_scale(self, name: str, wrong: Array) -> float | None:
+        rows = self._some(name, wrong)
         if len(rows) < LEAST_ROWS:
             return None
         problem = self._problem(name, rows, self._rounded_as_declared(self._recording.logits(rows)))
         return fitted_scale(name, problem, self._recording.losses(name)[0][rows])
 
-    def _dtype_of_rounded(self, name: str, rows: Array, logits: Array) -> str | None:
-        natural = compute_dtype_of(self._recording.dtype).name
-        declared = self._recording.options.get("logits_dtype", natural)
-        dtypes = [dtype for dtype in ("bfloat16", "float16", natural) if dtype != declared]
-        got, problem = self._recording.losses(name)[0][rows], self._problem(name, rows, logits)
+    def _dtype_of_rounded(self, name: str, wrong: Array) -> str | None:
+        rows = self._some(name, wrong)
+        if not len(rows):
+            return None
+        recording = self._recording
+        natural = compute_dtype_of(recording.dtype).name if recording.has("hidden") else recording.dtype.name
+        declared = recording.options.get("logits_dtype", natural)
+        dtypes = [dtype for dtype in dict.fromkeys(("bfloat16", "float16", natural)) if dtype != declared]
+        got, problem = recording.losses(name)[0][rows], self._problem(name, rows, recording.logits(rows))
         return dtype_of_rounded(name, problem, self._exact[name][rows], got, dtypes)
 
     def _renamed(self, text: str, rows: Array) -> str:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pce_mpi.conformance.diagnosis import MANY
 from pce_mpi.conformance.launching import number_of_cores
 from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.recordings import Recording
@@ -24,12 +23,12 @@ from pce_mpi.loss import (
 T = TypeVar("T")
 
 # A piece has so many logits; where they are products of which w is read again for each piece, more.
-_LOGITS, _PRODUCTS = MANY, 2**23
+LOGITS, _PRODUCTS = 2**18, 2**23
 
 
 def pieces(recording: Recording) -> list[Array]:
     """Return the numbers of the rows of each piece of a recording."""
-    rows = max(1, (_PRODUCTS if recording.has("hidden") else _LOGITS) // recording.splits[-1])
+    rows = max(1, (_PRODUCTS if recording.has("hidden") else LOGITS) // recording.splits[-1])
     return np.array_split(np.arange(recording.rows), -(-recording.rows // rows))
 
 

@@ -1,8 +1,8 @@
-"""Causes that are fitted to the numbers of a recording: a temperature, and logits that were rounded."""
+"""Causes that are fitted to the numbers of a recording: a temperature, logits that were rounded, and top-p."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,12 @@ _CLOSER = 8.0
 # is searched in so many steps, with derivatives over a relative difference of so much.
 LEAST_ROWS, _FITS = 4, 64.0
 _STEPS, _STEP = 8, 2.0**-12
+
+# Options explain what is left of a rollout if they make its mean size so many times smaller; others that make it more
+# than twice as small as these explain more. A temperature is searched in steps of a quarter of an octave, and between
+# two of them by so many golden sections, top-p among numbers that people write.
+_EXPLAINS, _SECTIONS = 4.0, 24
+_TOP_P = np.array([*np.arange(1, 200) / 200.0, 0.999])
 
 
 def fitted_scale(name: str, problem: Problem, got: Array) -> float | None:
@@ -42,6 +48,57 @@ def fitted_scale(name: str, problem: Problem, got: Array) -> float | None:
             return None
         scale *= float(np.exp(np.clip(step, -1.0, 1.0)))
     return scale if _size(error(scale)) * _FITS < _size(error(declared)) else None
+
+
+def fitted_sampling(
+    logits: Array, targets: Array, rest: Array, declared: float, softcap: float | None, wanted: Sequence[str]
+) -> tuple[dict[str, float], float] | None:
+    """Return the `wanted` ones of logit_scale and top_p that explain the rest of a rollout's log-probabilities in some
+    rows, and the mean size of what they leave of it; None if they do not.
+    """
+    at_target, ordered = np.take_along_axis(logits, targets[:, None], -1)[:, 0], -np.sort(-logits)
+
+    def capped(z: Array) -> Array:
+        return z if softcap is None else np.where(np.isinf(z), z, softcap * np.tanh(z / softcap))
+
+    def log_prob(scale: float) -> tuple[Array, Array]:
+        """Return those of the targets, and the sums of the probabilities from the largest one on."""
+        z = capped(scale * ordered)
+        sums = np.exp(z - z[:, :1]).cumsum(axis=-1)
+        return capped(scale * at_target) - z[:, 0] - np.log(sums[:, -1]), sums / sums[:, -1:]
+
+    own = log_prob(declared)[0]
+
+    def left(scale: float, top_p: Array) -> tuple[float, float]:
+        """Return the mean size of what this scale and the best `top_p` leave, and that top_p; 1 keeps all classes."""
+        changed, sums = log_prob(scale)
+        masses = np.array([each[np.minimum(each.searchsorted(top_p), len(each) - 1)] for each in sums])
+        sizes = np.abs((rest - changed + own)[:, None] + np.log(masses)).mean(axis=0)
+        return float(sizes.min()), float(top_p[sizes.argmin()])
+
+    def fitted(limits: Array) -> float:
+        return _least(lambda scale: left(scale, limits)[0], declared)
+
+    scaled, limited, found = "logit_scale" in wanted, "top_p" in wanted, []
+    trials = [(True, np.ones(1))] * scaled + [(False, _TOP_P)] * limited
+    for fits, limits in [*trials, *[(True, np.append(_TOP_P, 1.0))] * (scaled and limited)]:
+        scale = fitted(limits) if fits else declared
+        size, top_p = left(scale, limits)
+        found.append((size, {"logit_scale": scale} if fits else {}, {"top_p": top_p} if top_p < 1.0 else {}))
+    least = min(size for size, _, _ in found)
+    if not least * _EXPLAINS <= float(np.abs(rest).mean()):
+        return None
+    return next((scale | top_p, size) for size, scale, top_p in found if size <= 2.0 * least)
+
+
+def _least(function: Callable[[float], float], start: float) -> float:
+    """Return a number near `start` where a function has its least value, by the logarithm."""
+    centre = min((power / 4.0 for power in range(-12, 13)), key=lambda power: function(start * 2.0**power))
+    low, high, part = centre - 0.25, centre + 0.25, (np.sqrt(5.0) - 1.0) / 2.0
+    for _ in range(_SECTIONS):
+        a, b = high - part * (high - low), low + part * (high - low)
+        low, high = (low, b) if function(start * 2.0**a) < function(start * 2.0**b) else (a, high)
+    return float(start * 2.0 ** ((low + high) / 2.0))
 
 
 def dtype_of_rounded(name: str, problem: Problem, exact: Array, got: Array, dtypes: Sequence[str]) -> str | None:

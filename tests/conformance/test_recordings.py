@@ -1,6 +1,7 @@
 """Recordings: the faults that the kit's run names are named from files, and broken files are refused."""
 
 from argparse import Namespace
+from itertools import pairwise
 import json
 from pathlib import Path
 import shutil
@@ -118,8 +119,8 @@ def test_errors_are_those_of_the_kit(tmp_path, options, reduction):
 
 def test_wrong_rows_among_many_are_named(tmp_path, monkeypatch):
     """The rows are read in many pieces, and only some are compared with known faults."""
-    monkeypatch.setattr(measuring, "MANY", 200)
-    monkeypatch.setattr(pieces, "_LOGITS", 70)
+    monkeypatch.setattr(measuring, "LOGITS", 200)
+    monkeypatch.setattr(pieces, "LOGITS", 70)
     logits, targets = drawn(rows=(30, 10))
     log_prob = dense.class_statistics(logits, targets).log_prob.astype(np.float32)
     log_prob[17:, :] *= np.float32(1.5)
@@ -289,6 +290,88 @@ def test_undeclared_temperature_is_named(tmp_path, name, temperature, declared):
     meant = declared.get("logit_scale", 1.0) / temperature
     said = f"divided by a temperature of {temperature:.4g} more: where that is meant, record logit_scale={meant:.6g} ("
     assert said in finding.text
+
+
+def log_softmax(logits):
+    z = logits.astype(np.float64)
+    z -= z.max(axis=-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+# What a rank gives that has the classes `mine`.
+OF_ROWS = {
+    "the logits were divided by a temperature of 0.7 more": lambda logits, at, mine: (
+        -log_softmax(logits / np.float64(0.7))[at]
+    ),
+    "the logits are rounded to bfloat16 before the softmax": lambda logits, at, mine: (
+        -log_softmax(logits.astype(ml_dtypes.bfloat16))[at]
+    ),
+    "the loss is wrong in rows that count: 1.5 times what is due": lambda logits, at, mine: (
+        -1.5 * log_softmax(logits)[at]
+    ),
+    "label smoothing is spread over the {} local classes, not over all {}": lambda logits, at, mine: (
+        -(0.875 * log_softmax(logits)[at] + 0.125 * log_softmax(logits)[:, mine].mean(axis=-1))
+    ),
+}
+
+
+@pytest.mark.parametrize("classes", [1_000, 50_000, 262_208])
+@pytest.mark.parametrize("said", OF_ROWS)
+def test_names_do_not_depend_on_vocabulary(tmp_path, classes, said):
+    """Rows of the largest ones alone have as many logits as a piece; a third of the rows is ignored."""
+    logits = (3.0 * rng().standard_normal((15, classes))).astype(np.float32)
+    targets = rng().integers(0, classes, 15)
+    at = np.arange(15), targets.copy()
+    targets[::3] = -100
+    options = {"label_smoothing": "0.125"} if "smoothing" in said else {}
+    half = classes // 2
+    for rank, mine in enumerate((slice(half), slice(half, None))):
+        loss = np.where(targets < 0, 0.0, OF_ROWS[said](logits, at, mine)).astype(np.float32)
+        tensors = {"logits": logits[:, mine].copy(), "targets": targets, "loss": loss}
+        save_file(tensors, tmp_path / f"{rank}.safetensors", {"rank": str(rank), "ranks": "2", **options})
+    result = judged(tmp_path)
+    assert result.measured[0].wrong == 10
+    assert said.format(half, classes) in result.findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "told", "said"),
+    [
+        (0.7, 0.9, {}, "a temperature of 0.7 and top-p 0.9 would explain the rest: "),
+        (0.7, 1.0, {}, "a temperature of 0.7 would explain the rest: "),
+        (1.0, 0.8, {}, "top-p 0.8 would explain the rest: "),
+        (0.5, 0.9, {"logit_scale": 2.0}, "top-p 0.9 would explain the rest: "),
+        (0.7, 0.9, {"logit_scale": 1 / 0.7, "top_p": 0.9}, ""),
+    ],
+)
+def test_undeclared_sampling_of_rollout_is_told(tmp_path, capsys, temperature, top_p, told, said):
+    logits = (3.0 * rng().standard_normal((60, 100))).astype(np.float32)
+    ids, offsets, mass, _ = dense.nucleus(logits / temperature, top_p=top_p)
+    targets = np.array([rng().choice(ids[start:stop]) for start, stop in pairwise(offsets)])
+    first = dense.class_statistics(logits, targets).log_prob
+    second = dense.class_statistics(logits, targets, logit_scale=1.0 / temperature).log_prob - np.log(mass)
+    targets[::7], first[::7], second[::7] = -100, 0.0, 0.0
+    shared = {"logits": logits, "targets": targets, "log_prob": first.astype(np.float32)}
+    save_file(shared, tmp_path / "a.safetensors", {"rank": "0", "ranks": "1"})
+    texts = {name: str(value) for name, value in {"rank": 0, "ranks": 1, **told}.items()}
+    rollout = {"targets": targets, "log_prob": second.astype(np.float32)}
+    save_file(rollout, tmp_path / "b.safetensors", texts)
+    assert status(tmp_path / "a.safetensors", tmp_path / "b.safetensors") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert bool(said) == ("explain" in printed) and said in printed
+    if "temperature" in said:
+        scale, _, limit = printed.partition("record logit_scale=")[2].partition(" with the rollout")[0].partition(", ")
+        assert float(scale) == pytest.approx(1.0 / temperature, rel=1e-4) and limit == f"top_p={top_p}" * (top_p < 1)
+
+
+def test_rest_of_another_model_is_told_so(tmp_path, capsys):
+    logits, targets = drawn(rows=(40,))
+    first = dense.class_statistics(logits, targets).log_prob.astype(np.float32)
+    second = first + 0.3 * rng().standard_normal(40).astype(np.float32)
+    write(tmp_path / "a", shared={"targets": targets, "log_prob": first}, shards={"logits": logits})
+    write(tmp_path / "b", shared={"targets": targets, "log_prob": second})
+    assert status(tmp_path / "a", tmp_path / "b") == 0
+    assert "no temperature and no top-p explains it" in capsys.readouterr().out
 
 
 def test_other_faults_are_no_temperature(tmp_path):
