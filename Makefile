@@ -41,7 +41,7 @@ endif
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
 	@echo 'make check         compare every option with the exact numbers, on 2 ranks (N=4: on 4)'
-	@echo 'make test          run every test at 1, 2, 3 and 4 ranks (N=4: at 4 only)'
+	@echo 'make test          run every test at 1, 2, 3 and 4 ranks (N=4: at 4, and tests of other numbers at theirs)'
 	@echo 'make test-openmpi  run what depends on the MPI library under Open MPI, which is installed beside MPICH'
 	@echo 'make test-kernels  compile the CUDA kernels for GPUs and run them on the CPU; needs no GPU, but g++'
 	@echo 'make test-cupy     run tests of CuPy arrays with CuPy itself on the CPU, at 1, 2 and 3 ranks (N=2: at 2 only)'
@@ -83,8 +83,9 @@ run: what-run-takes $(installed)/examples
 
 .PHONY: what-run-takes
 what-run-takes:
-	@echo 'make run trains a language model on $(or $(N),2) ranks. It takes a minute or two on 2 cores and 0.4 GB of memory a rank;'
-	@echo 'the first time, also a minute to download 0.1 GB from PyPI into $(VENV), which then has 0.3 GB.'
+	@echo 'make run trains a language model on $(or $(N),2) ranks: a minute on 2 idle cores, with 0.4 GB of memory a rank.'
+	@echo 'The first time it also installs 0.3 GB into $(VENV), of which PyPI sends 0.1, and compiles the loss for this'
+	@echo 'machine: 2 minutes more. On cores that have more to do, all of it takes several times as long.'
 
 check: $(installed)/package
 	$(bin)/mpiexec -n $(or $(N),2) $(bin)/python -m pce_mpi check
@@ -178,18 +179,27 @@ clean:
 	rm -rf $(VENV) build dist site pce_mpi.egg-info pce_mpi/loss/kernels/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache
 	find benchmarks examples pce_mpi tests -name __pycache__ -prune -exec rm -rf {} +
 
+# Say what is done, and every 15 seconds that it goes on. The loop ends with the shell, interrupted ones included.
+define telling
+@echo '$(1)'
+@begin=$$(date +%s); \
+while sleep 15 > /dev/null 2>&1 && kill -0 $$$$ 2> /dev/null; do echo "  ... $$(($$(date +%s) - begin)) s"; done & \
+$(2); status=$$?; kill $$!; exit $$status
+endef
+
 # The two MPIs share bin/mpiexec: the other one goes before this one comes.
 $(installed)/package: setup.cfg pyproject.toml setup.py $(kernel) | $(bin)/pip $(filter-out .,$(source))
 	rm -rf $(VENV)/installed
 	$(bin)/python -m pip uninstall -qq --yes $(other_mpi)
 	$(bin)/python -m pip install --quiet 'setuptools>=77'
-	$(bin)/python -m pip install --quiet $(editable) '$(source)[$(MPI)]'
+	$(call telling,pip installs $(MPI) and NumPy and compiles the loss for this machine (if there is g++ or clang++):,\
+		$(bin)/python -m pip install --quiet $(editable) '$(source)[$(MPI)]')
 	mkdir -p $(@D)
 	touch $@
 
 # The package is there: its name stands for the packages of an extra, and it is not made once more.
 $(installed)/docs $(installed)/examples $(installed)/release $(installed)/test: $(installed)/%: $(installed)/package
-	$(bin)/python -m pip install --quiet 'pce_mpi[$*]'
+	$(call telling,pip installs the packages of $*:,$(bin)/python -m pip install --quiet 'pce_mpi[$*]')
 	touch $@
 
 # mypy reads the tests too, and with them the packages that they use.

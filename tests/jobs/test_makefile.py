@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,11 +20,12 @@ MADE_FROM = ["Makefile", "setup.cfg", "setup.py", "pyproject.toml", "README.md",
 FROM_ABOVE = {"MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MPI", "PYTHON", "N", "CUDA", "VENV"}
 
 
-def make(*arguments, folder=ROOT, **options):
+def make(*arguments, folder=ROOT, path=(), **options):
+    env = {name: value for name, value in os.environ.items() if name not in FROM_ABOVE}
     return subprocess.run(
         ["make", "--no-print-directory", *arguments],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if name not in FROM_ABOVE},
+        env=env | {"PATH": os.pathsep.join([*map(str, path), env["PATH"]])},
         capture_output=True,
         text=True,
         timeout=60 * slowdown(),
@@ -96,13 +98,29 @@ def test_clean_deletes_no_folder_that_is_no_environment(tmp_path):
     assert kept.is_dir()
 
 
+def put(path, script):
+    """Make a program of a shell's commands."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_build_says_that_it_goes_on(tmp_path, status):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/pip").touch()
+    put(tmp_path / "bin/python", f'case "$*" in *--editable*) /bin/sleep 2; exit {status};; esac')
+    put(tmp_path / "quicker/sleep", "exec /bin/sleep 0.2")
+    done = make(f"{tmp_path}/installed/mpich/package", f"VENV={tmp_path}", path=[tmp_path / "quicker"])
+    before, *ticks = [line for line in done.stdout.splitlines() if re.search(r"compiles|^  \.\.\. ", line)]
+    assert before == "pip installs mpich and NumPy and compiles the loss for this machine (if there is g++ or clang++):"
+    assert len(ticks) >= 3 and all(re.fullmatch(r"  \.\.\. \d+ s", tick) for tick in ticks)
+    assert bool(done.returncode) == bool(status) != (tmp_path / "installed/mpich/package").exists()
+
+
 def test_make_run_says_what_to_try_next(tmp_path):
-    program = tmp_path / "mpiexec"
-    program.write_text("#!/bin/sh\necho the program runs\n")
-    program.chmod(0o755)
-    for word in ["bin", "installed/mpich"]:
-        (tmp_path / word).mkdir(parents=True, exist_ok=True)
-    shutil.move(program, tmp_path / "bin")
+    put(tmp_path / "bin/mpiexec", "echo the program runs")
+    (tmp_path / "installed/mpich").mkdir(parents=True)
     for made in ("bin/pip", "installed/mpich/package", "installed/mpich/examples"):
         (tmp_path / made).touch()
     done = make("run", f"VENV={tmp_path}", "N=3")
