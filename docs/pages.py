@@ -1,7 +1,8 @@
 """Write what the site is built from to build/pages: the pages of docs/, and pages of what else the repository has.
 
 `make docs` runs this first. README.md is the start page; each example is a page with its output, and so is the tour.
-A link to a file of the repository leads to its page there, and a formula in TeX is MathML.
+A link to a file of the repository leads to its page there, a name in a column of names to the reference if that has it,
+and a formula in TeX is MathML.
 """
 
 import ast
@@ -20,6 +21,9 @@ PAGES = {
     **{"README.md": "index.md", "docs/index.md": "pages.md", "docs/tour.ipynb": "tour.md"},
     **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.*"))},
 }
+REFERENCE = re.findall(r"^::: pce_mpi\.(\S+)$", (ROOT / "docs/reference.md").read_text("utf-8"), re.MULTILINE)
+# What stands before a name in a column of names, which is the first of its table.
+NAMES = re.compile(r"\| (`[^`]*`, )*")
 TOKEN = re.compile(
     r"^```math\n(?P<block>.*?)^```$|(?P<code>^ *```.*?^ *```$|`[^`]+`)|\$(?P<inline>[^$\n]+)\$|\]\((?P<link>[^)\s]+)\)",
     re.MULTILINE | re.DOTALL,
@@ -44,8 +48,13 @@ def page_of(text: str, source: str) -> str:
             target, mark, anchor = found["link"].partition("#")
             path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
             return f"]({link_to(path)}{mark}{anchor})" if path in PAGES else found[0]
-        alone = text[found.start() - 1] != "[" and found["code"].strip("`") in PAGES
-        return f"[{found['code']}]({link_to(found['code'].strip('`'))})" if alone else found["code"]
+        code = found["code"].strip("`")
+        name = code.partition("(")[0]
+        if text[found.start() - 1] != "[" and code in PAGES:
+            return f"[{found['code']}]({link_to(code)})"
+        if name in REFERENCE and NAMES.fullmatch(text[text.rfind("\n", 0, found.start()) + 1 : found.start()]):
+            return f"[{found['code']}]({link_to('docs/reference.md')}#pce_mpi.{name})"
+        return found["code"]
 
     return TOKEN.sub(replaced, text)
 

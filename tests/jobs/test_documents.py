@@ -14,10 +14,14 @@ import runpy
 import shlex
 import sys
 import tempfile
+from types import SimpleNamespace
 
+import pygments
+from pygments.lexers import get_lexer_by_name
+from pygments.token import Generic
 import pytest
 
-from jobs.launch import ROOT, complete, job_environment, launch
+from jobs.launch import ROOT, complete, job_environment, launch, launch_source
 from jobs.test_house import ORDER, WINGS
 import pce_mpi
 from pce_mpi.cli import _parser
@@ -121,11 +125,38 @@ def test_walk_to_fault_prints_what_page_shows(tmp_path):
     assert quoted and set(quoted) <= program
 
 
+def test_readme_begins_with_commands_and_ends_with_gpt():
+    parts = ["$ make run", "$ make test", "It is for", "docs/logits.svg", "sharded.py", "in_one_file.py", "step.py"]
+    parts += ["examples/verify_your_loss.py", "--fingerprint"]
+    places = [PAGES["README.md"].index(part) for part in parts]
+    assert places == sorted(places)
+    assert PAGES["README.md"][: places[1]].count("\n") < 10
+
+
+def test_ci_calls_test_command_of_readme():
+    (command,) = {command for command in COMMANDS if f"$ {command} " in PAGES["README.md"] and "make test" in command}
+    assert f"run_step {command}\n" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+
+
+def test_readme_has_last_line_of_check():
+    """The package as README installs it has no bfloat16."""
+    program = """
+        import sys
+        from pce_mpi.cli import main
+
+        sys.modules["ml_dtypes"] = None
+        sys.exit(main(["check"]))
+        """
+    job = launch_source(4, program)
+    assert job.returncode == 0, job.stderr
+    assert f"`{job.stdout.splitlines()[-1]}`" in PAGES["README.md"]
+
+
 # The digits on the page follow from the library of one version of Python, so only their form is tested.
 SMALL = ["--max-files=5", "--layers=1", "--width=24", "--batch=3", "--test-tokens=1", "--write=1"]
 
 
-def test_first_screen_runs_have_one_fingerprint():
+def test_gpt_of_readme_has_one_fingerprint():
     export, *lines = next(text for _, text in BLOCKS["README.md"] if "--fingerprint" in text).splitlines()
     commands, shown = [line.removeprefix("$ ").split() for line in lines[::2]], lines[1::2]
     assert export == "$ export PCE_MPI_REPRODUCIBLE=1 OMP_NUM_THREADS=1"
@@ -228,6 +259,43 @@ def test_menu_of_site_has_every_page():
     pages = runpy.run_path(str(ROOT / "docs/pages.py"))["PAGES"].values()
     menu = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(menu) == sorted({page for page in pages if page.endswith(".md")})
+
+
+@pytest.fixture
+def site(monkeypatch):
+    """What docs/pages.py defines, without the package for its formulas."""
+    convert = SimpleNamespace(convert=lambda formula, display="inline": "")
+    for name in ("latex2mathml", "latex2mathml.converter"):
+        monkeypatch.setitem(sys.modules, name, convert)
+    return runpy.run_path(str(ROOT / "docs/pages.py"))
+
+
+def test_site_links_functions_to_reference(site):
+    page = site["page_of"](PAGES["docs/loss.md"], "docs/loss.md")
+    cells = re.findall(r"^\| (.*?) \| ", page.partition("\n| call |")[2].partition("\n\n")[0], re.MULTILINE)
+    assert len(cells) > 20
+    for cell in cells:
+        for name in re.findall(r"`([\w.]+)", cell):
+            assert re.search(rf"\[`{name}[(`].*?\]\(reference\.md#pce_mpi\.{name}\)", cell)
+    assert "`cross_entropy` |" in site["page_of"]("| torch 2.13.0, `cross_entropy` |", "docs/gallery.md")
+
+
+def test_examples_page_begins_with_picture_and_links_all(site):
+    page = site["page_of"](PAGES["docs/examples.md"], "docs/examples.md")
+    assert re.match(r"# Examples\n\n!\[.*\]\(\w+\.svg\)\n", page)
+    programs = {target for source, target in site["PAGES"].items() if source.startswith("examples/")}
+    assert set(re.findall(r"\]\((examples/\w+\.md)\)", page)) == programs
+
+
+def test_copy_button_takes_commands_alone():
+    """It takes what the browser shows meanwhile, and the site's style hides prompts and lines of outputs."""
+    assert "[data-md-copying] :is(.gp, :has(> .go)) {\n  display: none;\n}" in (ROOT / "docs/site.css").read_text()
+    assert "pymdownx.highlight:\n      line_spans: __span\n" in (ROOT / "mkdocs.yml").read_text()
+    lexer = get_lexer_by_name("console")
+    for text in [text for blocks in BLOCKS.values() for language, text in blocks if language == "console"]:
+        shown = [word for kind, word in pygments.lex(text, lexer) if kind not in (Generic.Prompt, Generic.Output)]
+        commands = [line.removeprefix("$ ") for line in text.splitlines(keepends=True) if line.startswith("$ ")]
+        assert "".join(shown) == "".join(commands)
 
 
 def test_changelog_begins_with_this_version():
