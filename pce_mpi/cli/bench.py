@@ -145,8 +145,14 @@ option of the loss is out of its range."""
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     """Measure every size and show the results; return 1 if that fails, 2 if it cannot be measured as asked."""
+    if options.collectives and options.options:
+        print("error: --collectives times no loss, and --options says which: give one of them", file=sys.stderr)
+        return 2
     if options.collectives:
         return links.run(options, comm)
+    if options.mesh:
+        print("error: --mesh is that of --collectives, which is missing", file=sys.stderr)
+        return 2
     given = {name: getattr(options, name) for name in (*_REAL, "weight")}
     chosen = {name: value for name, value in given.items() if value != getattr(Options, name)}
     try:

@@ -38,6 +38,8 @@ __all__ = ["add_arguments", "run", "status_as_rank"]
 
 # The characters of an error: some hold what a file has, or what ranks printed.
 _MOST_TEXT = 10_000
+# ... and those of a file with a report or with names of cases.
+_MOST_OF_FILE = 100_000_000
 # Shards in files; more than any case has classes would only be empty.
 _MOST_SHARDS = 100_000
 
@@ -168,10 +170,19 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     return sizes
 
 
+def _text_in(path: str) -> str:
+    """Read a file, which may be a device without an end."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read(_MOST_OF_FILE + 1)
+    if len(text) > _MOST_OF_FILE:
+        raise ValueError(f"it has more than {_MOST_OF_FILE:,} characters")
+    return text
+
+
 def _known_failures(path: str | None) -> list[str]:
     """Read the names and patterns in a file."""
     try:
-        lines = [] if path is None else Path(path).read_text(encoding="utf-8").splitlines()
+        lines = [] if path is None else _text_in(path).splitlines()
     except (OSError, ValueError) as error:
         raise _UsageError(f"--known: {path}: {_why(error)}") from error
     return [name for line in lines if (name := line.partition("#")[0].strip())]
@@ -199,7 +210,8 @@ def _wrong_work(options: argparse.Namespace) -> str:
         "--vectors": options.vectors,
     }
     works = [name for name, value in given.items() if value]
-    if len(works) > 1:
+    if len(works) > 1 or (options.list and works not in ([], ["a candidate"])):
+        works += ["--list"] * options.list
         return f"{' and '.join(works)} are given, and only one of them can be done at a time"
     if (options.vectors is None) != (options.results is None):
         return "give both --vectors DIR, with the problems, and --results FILE, with their answers"
@@ -257,7 +269,7 @@ def _naming(option: str, *kinds: type[Exception]) -> Iterator[None]:
 
 def _earlier(path: str) -> Report:
     try:
-        report = json_file.parse(Path(path).read_text(encoding="utf-8"))
+        report = json_file.parse(_text_in(path))
         terminal.render(report)
         return report
     except OSError as error:

@@ -61,7 +61,9 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         found = runpy.run_path(path).get(name)
         if found is None:
             raise ValueError(f"{path} has no function {name!r}: name one as in {path}:FUNCTION")
-        trace = rehearsed(found, options.mesh, dict(options.link), partial(_followed, comm=comm))
+        if len(links := dict(options.link)) < len(options.link):
+            raise ValueError("--link is given twice for a dim")
+        trace = rehearsed(found, options.mesh, links, partial(_followed, comm=comm))
     except Unwritten:
         raise
     except (Exception, SystemExit) as error:

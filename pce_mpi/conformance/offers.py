@@ -153,7 +153,7 @@ class Offer:
         self._set("reductions", _subset("reductions", reductions, kind.reductions))
         self._set("averaged", _subset("averaged", self.averaged, AVERAGED))
         self._set("dims", _subset("dims", self.dims, range(1, 33)))
-        self._set("probabilities", self.probabilities or not self.class_numbers)
+        self._set("probabilities", self.probabilities if self.class_numbers else True)
         self._set("gradient", Gradient(_one("gradient", self.gradient, tuple(Gradient))))
         _one("shards", self.shards, get_args(Shards))
         _one("arrays", self.arrays, get_args(Arrays))
@@ -164,6 +164,12 @@ class Offer:
         for name in ("dtypes", "reductions", "dims"):
             if not getattr(self, name):
                 raise ValueError(f"{name} of an offer must not be empty")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool" and not isinstance(value, bool):
+                raise TypeError(f"{each.name} of an offer must be True or False, got {value!r}")
+        if self.ignore_index is not None and type(self.ignore_index) is not int:
+            raise TypeError(f"ignore_index of an offer must be an int, got {self.ignore_index!r}")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -313,7 +319,36 @@ def offer_of(candidate: Candidate, **inferred: Any) -> Offer:
     if "options" not in declared:
         kind = KINDS.get(supported.get("kind", "loss"))
         supported["options"] = tuple(each for each in supported["options"] if kind and each in kind.options)
-    return Offer(**supported)
+    offer = Offer(**supported)
+    _check_meaning(offer, declared)
+    return offer
+
+
+def _check_meaning(offer: Offer, declared: dict[str, Any]) -> None:
+    """Raise `ValueError` for a declaration that says nothing of this kind of candidates, or contradicts another."""
+    kind = KINDS[offer.kind]
+    targets = "targets" in kind.arrays
+    probabilities = targets and kind.shared_cases and "probabilities" not in kind.without
+    means_something = {
+        **dict.fromkeys(("ignore_index", "class_numbers"), targets),
+        "several_targets": targets and "several-targets" not in kind.without,
+        **dict.fromkeys(("probabilities", "normalized"), probabilities),
+        "smoothing": "label_smoothing" in kind.options,
+        "direction": "teacher" in kind.arrays and "top_k" not in kind.facts,
+        "temperature_squared": "teacher" in kind.arrays,
+        "rest": "top_k" in kind.facts,
+        "dhidden": "hidden" in kind.arrays,
+        "averaged": "micro_batches" in kind.facts,
+    }
+    for name, value in declared.items():
+        if not means_something.get(name, True) and value != getattr(Offer, name):
+            raise ValueError(f"{name}={value!r} says nothing of a candidate of kind={offer.kind!r}: leave it out")
+    if not offer.class_numbers and declared.get("probabilities") is False:
+        raise ValueError(
+            "class_numbers=False says that it takes probabilities, and probabilities=False that it does not"
+        )
+    if declared.get("normalized") and not offer.probabilities:
+        raise ValueError("normalized=True is of probabilities: declare probabilities=True as well, or leave it out")
 
 
 def signature_of(candidate: Candidate) -> inspect.Signature:
@@ -375,8 +410,9 @@ def _subset(name: str, given: Any, known: Iterable[Any]) -> tuple[Any, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{name} of an offer must be a tuple, got {given!r}")
     given = tuple(given)
+    types = {type(each) for each in known}
     for each in given:
-        if each not in known:
+        if type(each) not in types or each not in known:
             raise ValueError(f"{name} of an offer must be among {', '.join(map(str, known))}, got {each!r}")
     return given
 

@@ -51,6 +51,8 @@ _GATHERED = (
     "where num_classes is not looked at, declare it: @offers(num_classes=False)"
 )
 
+_FREED = "it freed the communicator that it was given, and its caller goes on with that: free what it has made itself"
+
 # Python's texts for a call with wrong arguments. Whoever raises that has not looked at the targets.
 _WRONG_CALL = re.compile(r"TypeError: .*(unexpected keyword argument|positional arguments? but|missing \d+ required)")
 
@@ -134,16 +136,22 @@ def run_case(
     except Exception as error:
         raised = error_text(error)
     outcome = replace(shaped(outcome, problem(0)), seconds=time.perf_counter() - start)
+    freed = comm is not None and private == MPI.COMM_NULL
+    if freed and raised is None:
+        trial.find("freed", _FREED)
+    elif freed:  # which may have raised for that in a second call
+        raised = f"{raised}; {_FREED}"
     returned = trial.answers, trial.findings
     if comm is None or private is None:
         settle(outcome, case, problem, [raised], [returned], tolerance, {})
         return outcome
     _arrive(comm)
-    ends = comm.allgather((raised, len(trial.answers)))
-    errors = [error for error, _ in ends]
-    if len({error is None for error in errors}) == 1:  # else some may still be in a collective on it
+    ends = comm.allgather((raised, len(trial.answers), freed))
+    errors = [error for error, _, _ in ends]
+    # If some raised, others may still be in a collective on it.
+    if len({error is None for error in errors}) == 1 and not any(its_freed for _, _, its_freed in ends):
         private.Free()
-    same_answers = set(ends) == {(None, len(trial.answers))}  # on every rank or on none
+    same_answers = set(ends) == {(None, len(trial.answers), False)}  # on every rank or on none
     if offer.same_bits and case.compares_bits and comm.size > 1 and same_answers:
         trial.call_on_one_rank()
     gathered = comm.gather(returned)

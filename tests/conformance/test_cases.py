@@ -133,11 +133,47 @@ def test_help_on_offers_has_every_parameter():
         ("arrays", "jax", ValueError, "numpy, cupy, torch, got 'jax'"),
         ("averaged", ("ranks",), ValueError, "data, context, micro-batches, got 'ranks'"),
         ("dims", (0,), ValueError, "got 0"),
+        ("dims", (2.0,), ValueError, "got 2.0"),
+        ("ignore_index", "a", TypeError, "ignore_index of an offer must be an int, got 'a'"),
+        ("ignore_index", 1.5, TypeError, "must be an int, got 1.5"),
+        ("ignore_index", True, TypeError, "must be an int, got True"),
+        *(
+            (each.name, wrong, TypeError, f"{each.name} of an offer must be True or False, got {wrong!r}")
+            for each in fields(Offer)
+            if isinstance(each.default, bool)
+            for wrong in ("x", 1, None)
+        ),
     ],
 )
 def test_offer_with_unknown_value_raises(field, value, error, text):
     with pytest.raises(error, match=text):
         Offer(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("declared", "text"),
+    [
+        ({"kind": "kl", "probabilities": True}, "probabilities=True says nothing of a candidate of kind='kl'"),
+        ({"kind": "topk_kl", "direction": "reverse"}, "direction='reverse' says nothing of .* kind='topk_kl'"),
+        ({"kind": "linear", "probabilities": True}, "probabilities=True says nothing"),
+        ({"kind": "loss", "direction": "reverse"}, "direction='reverse' says nothing of .* kind='loss'"),
+        ({"temperature_squared": True}, "temperature_squared=True says nothing"),
+        ({"averaged": ("data",)}, "averaged=.* says nothing"),
+        ({"dhidden": "partial"}, "dhidden='partial' says nothing"),
+        ({"kind": "kl", "rest": "bucket"}, "rest='bucket' says nothing"),
+        ({"kind": "log_prob", "smoothing": "others"}, "smoothing='others' says nothing"),
+        ({"kind": "entropy", "several_targets": True}, "several_targets=True says nothing"),
+        ({"kind": "entropy", "ignore_index": -1}, "ignore_index=-1 says nothing"),
+        ({"class_numbers": False, "probabilities": False}, "class_numbers=False says that it takes probabilities, and"),
+        ({"normalized": True}, "normalized=True is of probabilities"),
+    ],
+)
+def test_declarations_that_contradict_are_refused(declared, text):
+    @offers(**declared)
+    def candidate(*arrays, comm, **facts): ...
+
+    with pytest.raises(ValueError, match=text):
+        offer_of(candidate)
 
 
 def test_offer_of_another_type_raises():

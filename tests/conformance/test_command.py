@@ -10,8 +10,8 @@ import sys
 import pytest
 from safetensors.numpy import save_file
 
-from conformance.command import conformance, processes_of, started, status
-from jobs.launch import ROOT, launch, output_of
+from conformance.command import CONFORMANCE, conformance, processes_of, started, status
+from jobs.launch import ROOT, complete, launch, output_of
 from patience import slowdown, wait_until
 from pce_mpi.conformance import offers
 from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, rerun_command
@@ -172,6 +172,7 @@ def test_parameters_of_another_kind_may_be_declared():
     [
         ([], "give a candidate"),
         (["pce", "--export", "x"], "a candidate and --export are given, and only one of them"),
+        (["--list", "--report", "x"], "--report and --list are given, and only one of them"),
         (["--vectors", "x"], "give both --vectors DIR, with the problems, and --results FILE"),
         (["pcee"], "or one of pce, pce-value-and-grad, got 'pcee'; did you mean pce?"),
         ([__file__], f"which function in {__file__}? {__file__}:test_"),
@@ -275,6 +276,14 @@ def test_run_with_closed_output_ends_its_ranks(tmp_path):
     run.stderr.close()  # the line on the first case fails, while the ranks are busy with the second
     assert run.wait(60 * slowdown()) == 128 + signal.SIGPIPE
     wait_until(lambda: processes_of(tmp_path) == [])
+
+
+@pytest.mark.parametrize("arguments", [["pce", "--known"], ["--report"]], ids=str)
+def test_file_without_end_is_refused(arguments):
+    command = shlex.join([*CONFORMANCE, *arguments, "/dev/zero"])
+    run = complete(["sh", "-c", f"ulimit -v 4000000; exec {command}"])
+    assert run.returncode == 2
+    assert "it has more than 100,000,000 characters" in run.stderr and "Traceback" not in run.stderr
 
 
 def test_missing_launcher_is_explained(monkeypatch):

@@ -191,6 +191,14 @@ def test_bench_refuses_option_out_of_range():
     assert "Traceback" not in job.stderr and not job.stdout
 
 
+@pytest.mark.parametrize("arguments", [["--mesh=d=1"], ["--collectives", "--options"]], ids=" ".join)
+def test_bench_refuses_options_in_vain(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL_BENCH, *arguments])
+    assert ended.value.code == 2
+    assert "error: --" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_bench_takes_every_dtype(dtype):
     job = launch(1, *COMMAND, "bench", "--rows", "8", "--classes", "50", "--repeat", "1", "--dtype", dtype)

@@ -110,6 +110,7 @@ def test_rehearse_takes_step_of_large_transformer():
         (["{}", "--mesh", "data=2", "--link", "data=1"], "a number above 0"),
         (["{}", "--mesh", "data=2", "--link", "1,1"], "such as data=5e-6,1e10"),
         (["{}", "--mesh", "data=2", "--link", "model=1,1"], "there is no dim model"),
+        (["{}", "--mesh", "data=2", "--link", "data=1,1", "--link", "data=1,2"], "--link is given twice for a dim"),
         (["{}", "--mesh", "data=2", "--arguments", "'"], "words as for a shell"),
     ],
 )

@@ -211,6 +211,20 @@ def test_malformed_result_comes_before_missing_refusal(comm):
     assert [finding.text for finding in outcome.findings] == ["(loss, dlogits) is due, got dict"]
 
 
+@pytest.mark.parametrize("name", ["random-logits/float32", "same-in-every-run"])
+def test_candidate_that_frees_its_communicator_is_told(comm, name):
+    def frees(logits, targets, *, class_start, num_classes, comm, **options):
+        found = pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+        comm.Free()
+        return found
+
+    (case,) = cases(pattern=name)
+    outcome = run_case(frees, case, comm)
+    assert outcome.failed
+    assert "it freed the communicator that it was given" in outcome.findings[0].text
+    assert "running.py" not in str(outcome)
+
+
 def test_unknown_keyword_is_no_refusal_of_a_target(comm):
     @offers(options=("ignore_index",))
     def candidate(logits, targets, *, class_start, num_classes, comm):
