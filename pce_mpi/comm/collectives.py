@@ -82,7 +82,8 @@ def start_all_reduce(
     received = wire if overwrite else xp.empty_like(wire)
     ours, result, handle = wire, received, op if callable(op) else _MERGES[op]
     if not in_torch:
-        _check_count(wire.size, why.operation)
+        if wire.size > MOST_ELEMENTS:
+            _check_library_counts(wire.size, why.operation)
         handle, datatype = _operator(op, wire.dtype)
         ours = mpi().IN_PLACE if overwrite else [wire, wire.size, datatype]
         result = [received, received.size, datatype]
@@ -139,8 +140,8 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp) -
     channel = channel_of(comm, why.operation)
     handle, datatype = (None, None) if channel is comm else _operator(op, sent.dtype)
     mine = blocks[channel.rank]
-    if channel is not comm:
-        _check_count(flat.size, why.operation)
+    if flat.size > MOST_ELEMENTS and channel is not comm:
+        _check_library_counts(flat.size, why.operation)
     received = room_for(mine.size, sent, flat)
     ours, result = [sent, sent.size, datatype], [received, received.size, datatype]
     counts = [block.size for block in blocks]
@@ -148,9 +149,9 @@ def reduce_scatter(blocks: Sequence[Array], comm: MPI.Intracomm, op: ReduceOp) -
     return from_wire(received, mine).reshape(mine.shape)
 
 
-def _check_count(count: int, operation: str) -> None:
-    """Raise `ValueError`, as every other rank does, if MPI's reductions do not take so many elements."""
-    if count > MOST_ELEMENTS and not takes_large_counts():
+def _check_library_counts(count: int, operation: str) -> None:
+    """Raise `ValueError`, as every other rank does, if the library's reductions do not take so many elements."""
+    if not takes_large_counts():
         raise ValueError(
             f"{operation}: this MPI library reduces at most {MOST_ELEMENTS:,} elements at a time, got {count:,}; shard "
             "the array over another dim, or take an MPI library of version 4 of the standard, such as MPICH"
@@ -195,8 +196,9 @@ def _make_canonical(values: np.ndarray[Any, Any]) -> None:
 @np.errstate(all="ignore")
 def _make_nan_canonical(sums: Array) -> None:
     """Give every nan the same bits: MPI's own sum leaves each rank a nan of its own."""
-    if sums.max(initial=-math.inf) != sums.max(initial=-math.inf):
-        sums[array_namespace(sums).isnan(sums)] = math.nan
+    xp = array_namespace(sums)
+    if xp is not np or np.isnan(sums.max(initial=-math.inf)):  # otherwise there is none
+        sums[xp.isnan(sums)] = math.nan
 
 
 # What MPI does by its own operators, if it is not MPI that reduces.
