@@ -6,9 +6,12 @@
 //     mpiexec -n 3 ./loss vectors/float32/plain/*.safetensors
 #include <mpi.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -18,15 +21,29 @@ using namespace pce;
 const Call CALL = {0, {1.0, 0.0}};  // no options, scale 1, no softcap
 const int WORDS = words_of(CALL.fields);
 
-// The file of a vector: its tensors are in float32, but for the targets, in int64.
+// The file of a vector, or what is wrong with it: its tensors are in float32, but for the targets, in int64.
 struct File {
-    std::string content;
+    std::string content, problem;
 
-    explicit File(std::ifstream stream, const char *path) : content(std::istreambuf_iterator<char>(stream), {}) {
-        if (content.find("\"logits\":{\"dtype\":\"F32\"") != std::string::npos && strstr(path, "plain/")) return;
-        fprintf(stderr, "%s is no vector of float32/plain\n", path);
-        MPI_Abort(MPI_COMM_WORLD, 2);
+    explicit File(const std::string &path) {
+        errno = 0;
+        std::ifstream stream(path, std::ios::binary);
+        std::ostringstream whole;
+        if (stream && path.find("plain/") != std::string::npos) whole << stream.rdbuf();
+        content = whole.str();
+        if (errno) problem = std::string("cannot be read: ") + strerror(errno);
+        else if (!is_vector()) problem = "is no vector of float32/plain: loss.cpp begins with how to write them";
     }
+    bool is_vector() const {
+        if (content.find("\"logits\":{\"dtype\":\"F32\"") == std::string::npos) return false;
+        if (header() > content.size()) return false;
+        for (const char *name : {"logits", "targets", "expected_loss", "expected_dlogits"})
+            if (content.find(std::string("\"") + name + "\":{") == std::string::npos ||
+                8 + header() + number(name, "data_offsets", 1) > content.size())
+                return false;
+        return true;
+    }
+    uint64_t header() const { return *(const uint64_t *)content.data(); }  // its length
     // Number `i` of those that follow `key` in what the header says of a tensor.
     long number(const std::string &tensor, const std::string &key, int i) const {
         size_t at = content.find("\"" + key + "\":[", content.find("\"" + tensor + "\":{")) + key.size() + 4;
@@ -34,7 +51,7 @@ struct File {
         return std::stol(content.substr(at, 20));
     }
     template <class T> const T *tensor(const std::string &name) const {
-        return (const T *)&content[8 + *(const uint64_t *)content.data() + number(name, "data_offsets", 0)];
+        return (const T *)&content[8 + header() + number(name, "data_offsets", 0)];
     }
 };
 
@@ -87,13 +104,22 @@ long differences(const File &file, int rank, int ranks) {
 }
 
 int main(int count, char **paths) {
-    int rank, ranks, status = count < 2;
+    int rank, ranks, status = count < 2 ? 2 : 0;
     MPI_Init(&count, &paths);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank), MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    if (status && rank == 0) fprintf(stderr, "usage: mpiexec -n N %s vectors/float32/plain/*.safetensors\n", paths[0]);
     for (int i = 1; i < count; i++) {
-        const long wrong = differences(File(std::ifstream(paths[i], std::ios::binary), paths[i]), rank, ranks);
+        const File file(paths[i]);
+        int stops = file.problem.empty() ? ranks : rank;  // the first rank that cannot go on
+        MPI_Allreduce(MPI_IN_PLACE, &stops, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+        if (rank == stops) fprintf(stderr, "%s %s\n", paths[i], file.problem.c_str());
+        if (stops < ranks) {
+            status = 2;
+            continue;
+        }
+        const long wrong = differences(file, rank, ranks);
         if (rank == 0) printf("%s: %ld numbers have other bits on %d ranks\n", paths[i], wrong, ranks);
-        status |= wrong != 0;
+        status = std::max(status, wrong ? 1 : 0);
     }
     MPI_Finalize();
     return status;

@@ -101,3 +101,25 @@ def test_program_in_cpp_sees_a_wrong_bit(program, tmp_path):
     mpiexec = Path(sys.executable).parent / "mpiexec"
     done = subprocess.run([mpiexec, "-n", "2", program[0], path], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, f"{path}: 1 numbers have other bits on 2 ranks\n")
+
+
+def test_program_in_cpp_says_what_it_cannot_use(program, tmp_path):
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    content = program[1][0].read_bytes()
+    files = {"empty": b"", "text": b"no vector\n" * 9, "cut": content[: len(content) // 2], "long-header": b"\xff" * 8 + content[8:]}
+    for name, each in files.items():
+        (folder / name).write_bytes(each)
+    no_vector = "is no vector of float32/plain: loss.cpp begins with how to write them"
+    said = {folder / name: no_vector for name in files} | {
+        tmp_path: no_vector,
+        folder / "missing": "cannot be read: No such file or directory",
+        folder / "..": "cannot be read: Is a directory",
+    }
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    for path, words in said.items():
+        done = subprocess.run([mpiexec, "-n", "2", program[0], path], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{path} {words}\n")
+    done = subprocess.run([program[0]], capture_output=True, text=True)
+    usage = f"usage: mpiexec -n N {program[0]} vectors/float32/plain/*.safetensors\n"
+    assert (done.returncode, done.stderr) == (2, usage)
