@@ -64,7 +64,7 @@ def _status(arguments: Sequence[str]) -> int:
 
 def _status_on_ranks(arguments: Sequence[str]) -> int:
     comm = _world()
-    words = io.StringIO()
+    words = _Words()
     with contextlib.ExitStack() as stack:
         if comm is not None and comm.rank > 0:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
@@ -91,6 +91,14 @@ def _status_on_ranks(arguments: Sequence[str]) -> int:
                 set_abort_status(error)
                 error.add_note(f"on rank {comm.rank} of {comm.size}")
             raise
+
+
+class _Words(io.StringIO):
+    """The standard error of a rank that is silent."""
+
+    def fileno(self) -> int:
+        """Return the descriptor for what Python does not write itself, such as the stacks of faulthandler."""
+        return 2
 
 
 def _ran(arguments: Sequence[str], comm: MPI.Intracomm | None) -> int:
@@ -183,7 +191,8 @@ on several ranks:
   mpiexec -n 4 python -m pce_mpi check
   python -m pce_mpi conformance -n 4 package.module:candidate
 
-`python -m pce_mpi COMMAND --help` explains the options of a command.""",
+`python -m pce_mpi COMMAND --help` explains the options of a command, and its exit status. That is 2 as well if standard
+output is on a full disk, and 141 if nobody reads it.""",
     )
     parser.add_argument("--version", action="version", version=f"pce_mpi {__version__}", help="print the version")
     parser.set_defaults(parser=parser)

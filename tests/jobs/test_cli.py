@@ -24,12 +24,22 @@ from pce_mpi.loss.options import CrossEntropyOptions
 
 COMMAND = ["-m", "pce_mpi"]
 SMALL_BENCH = ["bench", "--rows=8", "--classes=50", "--repeat=1"]
-
+REHEARSE = ["rehearse", "own.py", "--mesh=data=2"]
+JUDGE = ["judge", "right.safetensors"]
 
 PROGRAM = """
 import numpy as np, pce_mpi as pce
 def program(mesh):
     pce.sum(pce.distribute(np.ones((8, 4)), mesh, data=pce.Shard(0))).full(rehearsed=np.float64(0))
+"""
+# Its descriptor of standard error is looked for, too.
+FAILS_ON_RANK_1 = f"""
+import faulthandler
+from mpi4py import MPI
+faulthandler.enable()
+{PROGRAM}
+if MPI.COMM_WORLD.rank == 1:
+    {{}}['key']
 """
 
 
@@ -42,14 +52,8 @@ def here(tmp_path, monkeypatch):
     save_file(tensors, "right.safetensors", {"rank": "0", "ranks": "1"})
     save_file(tensors | {"loss": np.ones(9, np.float32)}, "wrong.safetensors", {"rank": "0", "ranks": "1"})
     Path("own.py").write_text(PROGRAM)
-    Path("elsewhere.py").write_text(
-        f"from mpi4py import MPI\n{PROGRAM}\nif MPI.COMM_WORLD.rank == 1:\n    {{}}['key']\n"
-    )
+    Path("elsewhere.py").write_text(FAILS_ON_RANK_1)
     return tmp_path
-
-
-REHEARSE = ["rehearse", "own.py", "--mesh=data=2"]
-JUDGE = ["judge", "right.safetensors"]
 
 
 def unread(command, *, env, stderr=subprocess.PIPE, cwd=ROOT):
@@ -352,7 +356,7 @@ def test_full_disk_of_progress_loses_no_report(arguments, status, shown, here):
 def test_words_of_rank_failing_alone_are_shown(here):
     job = launch(3, *COMMAND, "rehearse", str(here / "elsewhere.py"), "--mesh=data=2", env={"PCE_MPI_TIMEOUT": "20"})
     assert job.returncode == 2
-    told = re.escape(f"on rank 1 of 3: error: {here / 'elsewhere.py'}:8: {{}}['key']\nKeyError: 'key'\n")
+    told = re.escape(f"on rank 1 of 3: error: {here / 'elsewhere.py'}:11: {{}}['key']\nKeyError: 'key'\n")
     assert len(re.findall(told, job.stderr)) == 1, job.stderr
     assert "Traceback" not in job.stderr and "all_reduce" in job.stdout
 
