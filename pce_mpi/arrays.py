@@ -44,8 +44,8 @@ def as_array(value: Any, name: str) -> Any:
         _check_address(value, name)
         return value
     if isinstance(value, np.ma.MaskedArray):
-        instead = "take .filled(ignore_index)" if name == "targets" else "mask classes by logits of -inf"
-        raise TypeError(f"{name} is a masked array, whose mask would be lost; {instead} instead")
+        filled = ".filled(ignore_index)" if name == "targets" else ".filled(value), as -inf masks the class of a logit"
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; take {filled}")
     try:
         if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
             return _from_dlpack(value)

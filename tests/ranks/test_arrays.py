@@ -132,6 +132,14 @@ def test_null_pointer_with_elements_is_refused(shape):
         as_array(Unallocated(values), "logits")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("targets", r"\.filled\(ignore_index\)$"), ("logits", "-inf masks the class")]
+)
+def test_masked_array_is_told_how_to_mask(name, said):
+    with pytest.raises(TypeError, match=f"{name} is a masked array, whose mask would be lost; take .*{said}"):
+        as_array(np.ma.masked_array([1, 2], [True, False]), name)
+
+
 def test_tensor_that_refuses_export_is_type_error():
     class Refusing(Tensor):
         def __dlpack__(self, **arguments):

@@ -688,3 +688,15 @@ def test_sharding_that_ranks_see_differently_is_noticed(comm, mesh):
     x = DistArray(np.ones(sharding.local_shape(mesh.coordinates)), mesh, sharding)
     error = error_of(lambda: check_replicas(x))
     assert error[0] == ("CollectiveError" if comm.size > 1 else "")
+
+
+def test_replicas_that_became_nan_are_not_accused(comm, mesh):
+    # MPI's own sum of the gradients, nan and inf - inf, would leave a nan of its own on each rank.
+    rows = np.full((2 * comm.size, 3), np.inf)
+    rows[1::2], rows[:2] = -np.inf, np.nan
+    w = distribute(np.ones((3, 2)), mesh, requires_grad=True)
+    (distribute(rows, mesh, data=Shard(0)) @ w).sum().backward()
+    pce.SGD([w], lr=0.1).step()
+    error = error_of(lambda: check_replicas(w))
+    assert np.isnan(w.full()).all()
+    assert error == ("", "")
