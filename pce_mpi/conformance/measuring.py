@@ -22,7 +22,7 @@ from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.outcomes import Accuracy, Finding
 from pce_mpi.conformance.pieces import LOGITS, Piece, each_piece, exact_numbers, pieces
 from pce_mpi.conformance.problems import Array, Problem, row_name
-from pce_mpi.conformance.recorded_causes import LEAST_ROWS, dtype_of_rounded, fitted_scale
+from pce_mpi.conformance.recorded_causes import LEAST_ROWS, dtype_of_rounded, fitted_scale, misapplied_option
 from pce_mpi.conformance.recordings import NUMBERS, Recording
 from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.conformance.units import Tolerance, allowed, coarsest, finest, ulp
@@ -244,6 +244,9 @@ class Judge:
             due = f", not to {declared}," if declared else ""
             own.text = f"the logits are rounded to {dtype}{due} before the softmax ({own.text})"
             return [own]
+        if own is not None and by_row and (text := self._misapplied_option(name, wrong)):
+            own.text = f"{text} ({own.text})"
+            return [own]
         if recording.has("hidden"):
             logits = self._rounded_as_declared(logits).astype(natural)
         # A mean or sum over all rows says nothing of some.
@@ -296,6 +299,15 @@ class Judge:
         dtypes = [dtype for dtype in dict.fromkeys(("bfloat16", "float16", natural)) if dtype != declared]
         got, problem = recording.losses(name)[0][rows], self._problem(name, rows, recording.logits(rows))
         return dtype_of_rounded(name, problem, self._exact[name][rows], got, dtypes)
+
+    def _misapplied_option(self, name: str, wrong: Array) -> str | None:
+        rows, recording = self._some(name, wrong), self._recording
+        if len(rows) < LEAST_ROWS:
+            return None
+        logits = self._rounded_as_declared(recording.logits(rows))
+        problem = self._problem(name, rows, logits)
+        padded = replace(problem, logits=logits, splits=recording.splits)
+        return misapplied_option(name, problem, padded, recording.losses(name)[0][rows])
 
     def _renamed(self, text: str, rows: Array) -> str:
         """Return the text with the names of rows of the recording in place of places in `rows`."""

@@ -1,4 +1,4 @@
-"""Causes that are fitted to the numbers of a recording: a temperature, logits that were rounded, and top-p."""
+"""Causes that are fitted to the numbers of a recording: temperatures, roundings, softcaps, padding, and top-p."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ _STEPS, _STEP = 8, 2.0**-12
 # than twice as small as these explain more. A temperature is searched in steps of a quarter of an octave, and between
 # two of them by so many golden sections, top-p among numbers that people write.
 _EXPLAINS, _SECTIONS = 4.0, 24
+# Softcaps are searched around this one, which models have.
+_SOFTCAP = 30.0
 _TOP_P = np.array([*np.arange(1, 200) / 200.0, 0.999])
 
 
@@ -110,6 +112,34 @@ def dtype_of_rounded(name: str, problem: Problem, exact: Array, got: Array, dtyp
         if other * _CLOSER <= error:
             return dtype
     return None
+
+
+def misapplied_option(name: str, problem: Problem, padded: Problem, got: Array) -> str | None:
+    """Say which option gives the numbers `got` by being left out or added, if one does; `padded` has all columns."""
+
+    def size(other: Problem) -> float:
+        return _size(np.asarray(exact_numbers(name, other)[0]) - got.astype(np.float64))
+
+    def explains(other: Problem) -> bool:
+        return size(other) * _FITS < size(problem)
+
+    def with_softcap(value: float | None) -> Problem:
+        return replace(problem, options={**problem.options, "softcap": value})
+
+    columns = padded.classes - problem.classes
+    of_classes = "weight" in problem.options or (problem.with_probabilities and name != "entropy")
+    if columns and not of_classes and explains(padded):
+        return f"the {columns} columns of padding count, which num_classes leaves out"
+    softcap, scale = problem.options.get("softcap"), problem.options.get("logit_scale", 1.0)
+    if softcap is None:
+        found = _least(lambda value: size(with_softcap(value)), _SOFTCAP)
+        if not explains(with_softcap(found)):
+            return None
+        return f"the logits had a softcap of {found:.4g}: where that is meant, record softcap={found:.6g}"
+    if explains(with_softcap(None)):
+        return f"the softcap of {softcap:g} is not applied"
+    twice = softcap * np.tanh(scale * problem.logits.astype(np.float64) / softcap) / scale
+    return f"the softcap of {softcap:g} is applied twice" if explains(replace(problem, logits=twice)) else None
 
 
 def _size(errors: Array) -> float:

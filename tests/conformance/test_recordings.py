@@ -334,6 +334,31 @@ def test_names_do_not_depend_on_vocabulary(tmp_path, classes, said):
     assert said.format(half, classes) in result.findings[0].text
 
 
+@pytest.mark.parametrize("name", ["loss", "log_prob", "entropy"])
+@pytest.mark.parametrize(
+    ("done", "declared", "said"),
+    [
+        ({"softcap": 8.0}, {}, "the logits had a softcap of 8: where that is meant, record softcap=8"),
+        ({"softcap": 50.0, "logit_scale": 2.0}, {"logit_scale": 2.0}, "the logits had a softcap of 50: where that is"),
+        ({}, {"softcap": 8.0}, "the softcap of 8 is not applied"),
+        ({"twice": 8.0}, {"softcap": 8.0}, "the softcap of 8 is applied twice"),
+        ({}, {"num_classes": 8}, "the 2 columns of padding count, which num_classes leaves out"),
+    ],
+)
+def test_option_left_out_or_added_is_named(tmp_path, name, done, declared, said):
+    logits, _ = drawn(rows=(20,))
+    targets = rng().integers(0, 8, 20)
+    targets[::3] = -100
+    twice = done.get("twice")
+    x = logits.astype(np.float64) if twice is None else twice * np.tanh(logits / twice)
+    found = dense.class_statistics(x, targets, **({"softcap": twice} if twice else done))
+    numbers = -found.log_prob if name == "loss" else getattr(found, name)
+    shared = {"targets": targets, name: numbers.astype(np.float32)}
+    write(tmp_path, shared=shared, shards={"logits": logits}, **declared)
+    (finding,) = judged(tmp_path).findings
+    assert said in finding.text
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_p", "told", "said"),
     [
