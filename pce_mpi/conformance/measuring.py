@@ -22,7 +22,13 @@ from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.outcomes import Accuracy, Finding
 from pce_mpi.conformance.pieces import LOGITS, Piece, each_piece, exact_numbers, pieces
 from pce_mpi.conformance.problems import Array, Problem, row_name
-from pce_mpi.conformance.recorded_causes import LEAST_ROWS, dtype_of_rounded, fitted_scale, misapplied_option
+from pce_mpi.conformance.recorded_causes import (
+    LEAST_ROWS,
+    dtype_of_rounded,
+    fitted_scale,
+    misapplied_option,
+    misread_targets,
+)
 from pce_mpi.conformance.recordings import NUMBERS, Recording
 from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.conformance.units import Tolerance, allowed, coarsest, finest, ulp
@@ -30,6 +36,7 @@ from pce_mpi.conformance.units import Tolerance, allowed, coarsest, finest, ulp
 _USUAL = Tolerance()
 # Faults are named by so many rows, or more if they have no more logits than a piece: few could be named by accident.
 _ROWS = 8
+_BESIDE = {"next": 1, "previous": -1}
 # What the kit says of a function is said of a tensor.
 _DECLARED = re.compile(r'declared by @offers\(kind="(loss|log_prob|entropy)"(?:, reductions=\("none",\))?\)')
 
@@ -244,7 +251,7 @@ class Judge:
             due = f", not to {declared}," if declared else ""
             own.text = f"the logits are rounded to {dtype}{due} before the softmax ({own.text})"
             return [own]
-        if own is not None and by_row and (text := self._misapplied_option(name, wrong)):
+        if own is not None and by_row and (text := self._misread(name, wrong)):
             own.text = f"{text} ({own.text})"
             return [own]
         if recording.has("hidden"):
@@ -300,14 +307,23 @@ class Judge:
         got, problem = recording.losses(name)[0][rows], self._problem(name, rows, recording.logits(rows))
         return dtype_of_rounded(name, problem, self._exact[name][rows], got, dtypes)
 
-    def _misapplied_option(self, name: str, wrong: Array) -> str | None:
-        rows, recording = self._some(name, wrong), self._recording
+    def _misread(self, name: str, wrong: Array) -> str | None:
+        recording = self._recording
+        between = np.pad(wrong[1:-1], 1)[: recording.rows]  # rows that have one before and one after them
+        rows = self._some(name, between)
         if len(rows) < LEAST_ROWS:
             return None
         logits = self._rounded_as_declared(recording.logits(rows))
         problem = self._problem(name, rows, logits)
         padded = replace(problem, logits=logits, splits=recording.splits)
-        return misapplied_option(name, problem, padded, recording.losses(name)[0][rows])
+        got = recording.losses(name)[0][rows]
+        if text := misapplied_option(name, problem, padded, got):
+            return text
+        targets = recording.targets if problem.with_numbers else None
+        if targets is None:
+            return None
+        beside = {f"each target is that of the {which} row": targets[rows + step] for which, step in _BESIDE.items()}
+        return misread_targets(name, problem, beside, got)
 
     def _renamed(self, text: str, rows: Array) -> str:
         """Return the text with the names of rows of the recording in place of places in `rows`."""

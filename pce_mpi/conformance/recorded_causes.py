@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -140,6 +141,36 @@ def misapplied_option(name: str, problem: Problem, padded: Problem, got: Array) 
         return f"the softcap of {softcap:g} is not applied"
     twice = softcap * np.tanh(scale * problem.logits.astype(np.float64) / softcap) / scale
     return f"the softcap of {softcap:g} is applied twice" if explains(replace(problem, logits=twice)) else None
+
+
+def misread_targets(name: str, problem: Problem, beside: Mapping[str, Array], got: Array) -> str | None:
+    """Say for which other class numbers, or order of the shards, `got` are right; `beside` has those of rows nearby."""
+    targets, valid, got = problem.targets, problem.valid, got.astype(np.float64)
+
+    def read() -> Iterator[tuple[str, Array]]:
+        for dtype in ("uint8", "uint16", "int16"):
+            yield f"the class numbers are cut to {dtype}", targets.astype(dtype).astype(np.int64)
+        for dtype in filter(has_dtype, ("float16", "bfloat16")):
+            rounded = targets.astype(dtype_named(dtype)).astype(np.float64)
+            yield (
+                f"the class numbers are rounded to {dtype}",
+                np.where(np.isfinite(rounded), rounded, -1).astype(np.int64),
+            )
+        yield "the class numbers are one too large", targets + 1
+        yield "the class numbers are one too small", targets - 1
+
+    most = _size(np.asarray(exact_numbers(name, problem)[0]) - got) / _FITS
+    for text, numbers in [*((text, np.where(valid, numbers, targets)) for text, numbers in read()), *beside.items()]:
+        other = replace(problem, targets=numbers)
+        inside = other.valid == ((numbers >= 0) & (numbers < problem.classes))
+        if inside.all() and (numbers != targets).any():
+            if _size(np.asarray(exact_numbers(name, other)[0]) - got) < most:
+                return text
+    shards = [problem.logits[:, start:stop] for start, stop in pairwise(problem.splits)]
+    reverse = replace(problem, logits=np.concatenate(shards[::-1], axis=-1))
+    if problem.ranks > 1 and _size(np.asarray(exact_numbers(name, reverse)[0]) - got) < most:
+        return "the shards are those of the ranks in reverse order"
+    return None
 
 
 def _size(errors: Array) -> float:

@@ -359,6 +359,38 @@ def test_option_left_out_or_added_is_named(tmp_path, name, done, declared, said)
     assert said in finding.text
 
 
+MISREAD = {
+    "the class numbers are cut to uint8": lambda targets: targets.astype(np.uint8),
+    "the class numbers are cut to uint16": lambda targets: targets.astype(np.uint16),
+    "the class numbers are rounded to bfloat16": lambda targets: targets.astype(ml_dtypes.bfloat16),
+    "the class numbers are one too large": lambda targets: targets + 1,
+    "each target is that of the next row": lambda targets: np.roll(targets, -1),
+    "each target is that of the previous row": lambda targets: np.roll(targets, 1),
+    "the shards are those of the ranks in reverse order": lambda targets: (targets + 50_000) % 100_000,
+}
+
+
+@pytest.mark.parametrize("name", ["loss", "log_prob"])
+@pytest.mark.parametrize("said", MISREAD)
+def test_misread_targets_are_named(tmp_path, name, said):
+    logits = (3.0 * rng().standard_normal((12, 100_000))).astype(np.float32)
+    targets = rng().integers(66_000, 99_000, 12)
+    read = MISREAD[said](targets).astype(np.int64)
+    targets[::3] = -100
+    read = MISREAD[said](targets).astype(np.int64) if "row" in said else np.where(targets < 0, -100, read)
+    read[[0, -1]] = 7  # whatever stands before or after the rows
+    log_prob = dense.class_statistics(logits, read).log_prob.astype(np.float32)
+    for rank, mine in enumerate((slice(50_000), slice(50_000, None))):
+        tensors = {
+            "logits": logits[:, mine].copy(),
+            "targets": targets,
+            name: -log_prob if name == "loss" else log_prob,
+        }
+        save_file(tensors, tmp_path / f"{rank}.safetensors", {"rank": str(rank), "ranks": "2"})
+    (finding,) = judged(tmp_path).findings
+    assert finding.text.startswith(f"{said} ({'loss' if name == 'loss' else 'log-probability'} is ")
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_p", "told", "said"),
     [
