@@ -27,6 +27,8 @@ class Op:
     uses         for each of `vjps` the operands whose elements it uses, -1 for the result; the tape holds only these.
                  A vjp sees the shardings of the others, but no elements. None: all of them
     wide         `forward` takes halves as float32, and its result is rounded once
+    wide_sums    the operands whose gradient, if Partial and wider than they are, is reduced before it is rounded to
+                 their dtype; of others each rank rounds its own term
     relays       the vjp gives the same elements in another order, shape or dtype: a Partial gradient stays Partial,
                  as it may be on its way to a parameter, whose gradients add up without communication
     views        the result of `forward` may share the memory of an operand
@@ -42,6 +44,7 @@ class Op:
     dtype: Callable[..., Any] = np.result_type
     uses: Sequence[Sequence[int]] | None = None
     wide: bool = False
+    wide_sums: Sequence[int] = ()
     relays: bool = False
     views: bool = False
     exact: Callable[..., Any] | None = None

@@ -19,7 +19,7 @@ from pce_mpi.autograd.tape import Node
 from pce_mpi.comm.tracing import cause, current_scope, set_scope
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.exact.arithmetic import current
+from pce_mpi.exact.arithmetic import converted, current
 from pce_mpi.ledger import open_ledger
 
 _DTYPE = attrgetter("local.dtype")
@@ -49,7 +49,7 @@ def put_on_tape(
     known, scope = list(map(_for_tape, real, repeat(-1 in used))), current_scope()
     arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
     more = parameters if residuals is None else {**parameters, "residuals": residuals}
-    wanted = [(x.sharding.shape, x.local.dtype) if x.requires_grad else None for x in operands]
+    wanted = [(x.sharding, x.local.dtype) if x.requires_grad else None for x in operands]
 
     def vjp(gradients: Sequence[DistArray | None]) -> list[DistArray | None]:
         set_scope(scope)
@@ -106,7 +106,7 @@ def _no_elements(xp: Any, dtype: np.dtype[Any]) -> Any:
 def _contribution(
     op: Op,
     index: int,
-    want: tuple[tuple[int, ...], np.dtype[Any]],
+    want: tuple[Sharding, np.dtype[Any]],
     gradient: DistArray | tuple[DistArray, ...],
     result: DistArray | tuple[DistArray, ...],
     arguments: Sequence[DistArray],
@@ -120,7 +120,13 @@ def _contribution(
         raise TypeError(f"the vjp of {op.name} for operand {index} gave None")
     if not isinstance(found, DistArray):
         (found,) = operands_of(op.name, [gradient, found])[1:]
-    shape, dtype = want
-    if found.shape != shape:
-        raise ValueError(f"the vjp of {op.name} for operand {index} gave shape {found.shape}, the operand has {shape}")
-    return found if found.dtype == dtype else DistArray(found.local.astype(dtype), found.mesh, found.sharding)
+    sharding, dtype = want
+    if found.shape != sharding.shape:
+        has = f"gave shape {found.shape}, the operand has {sharding.shape}"
+        raise ValueError(f"the vjp of {op.name} for operand {index} {has}")
+    if found.dtype == dtype:
+        return found
+    if index in op.wide_sums and found.sharding.partial_dims:
+        with cause(op.name, reason="the sum is rounded once"):
+            found = redistribute(found, sharding.natural)
+    return DistArray(converted(found.local, dtype), found.mesh, found.sharding)

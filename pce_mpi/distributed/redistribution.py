@@ -5,8 +5,8 @@
     Partial -> Replicate                    all_reduce
     Partial -> Shard                        reduce_scatter
     Replicate -> Shard                      slice      sends nothing
-    Replicate -> Partial                    keep       sends nothing: one rank keeps a sum, the others hold 0
-    Shard -> Partial("sum")                 pad        sends nothing: the other blocks are 0
+    Replicate -> Partial                    keep       sends nothing: one rank keeps a sum, the others hold -0.0
+    Shard -> Partial("sum")                 pad        sends nothing: the other blocks are -0.0, which changes no sum
 
 Everything else goes by way of Replicate. `steps` is the only function that decides, from shardings alone: it needs no
 data, no MPI and no mesh.
@@ -224,9 +224,9 @@ def run_step(step: Step, local: Array, mesh: Mesh) -> Array:
     if step.verb == "keep":
         # One rank keeps the whole sum; the average, maximum or minimum of equal values is that value.
         absent = any(here[dim] for dim in step.dims if step.after.by_dim[dim] == Partial("sum"))
-        return xp.zeros_like(local) if absent else local
+        return xp.full_like(local, -0.0) if absent else local
     if step.verb == "pad":
-        padded = xp.zeros(step.after.local_shape(here), local.dtype)
+        padded = xp.full(step.after.local_shape(here), -0.0, local.dtype)
         padded[within(step.after.slices(here), step.before.slices(here))] = local
         return padded
     why = current_cause()

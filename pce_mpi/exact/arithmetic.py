@@ -20,7 +20,7 @@ from pce_mpi.arrays import array_namespace, is_floating, is_half, number_of, num
 from pce_mpi.comm.collectives import all_reduce, all_to_all, reduce_scatter
 from pce_mpi.exact import functions
 from pce_mpi.exact.sums import average, sums_of_squares
-from pce_mpi.loss.kernels import check_choice
+from pce_mpi.loss.kernels import check_choice, converted as converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -83,7 +83,7 @@ class Reproducible(Arithmetic):
     """Integer sums, and functions made of `+ - * /`: bits depend on the global operands alone."""
 
     name, prefix = "reproducible", "reproducible "
-    partial_gradients = False  # a zero of a padded shard would change the sign of another rank's zero
+    partial_gradients = False  # an exact sum of zeros is 0.0, whatever their signs
     rounds_to_nearest = True
 
     @staticmethod

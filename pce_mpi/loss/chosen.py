@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of, is_half
+from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
@@ -155,8 +155,6 @@ def take_classes_backward(dchosen: Any, residuals: ChosenResiduals) -> Array:
         gradient = residuals.gradient_for(None, problem.logits)
         kernel, axis, dtype = problem.kernel, problem.options.axis, gradient.dtype
         sums = kernel.sums_of_equal(by_row(problem.targets, problem), upstream)
-        if is_half(dtype):
-            sums = converted(sums, np.float32)
         gradient.view(f"u{dtype.itemsize}")[...] = 0
         kernel.put(gradient, axis, columns_of(problem), converted(sums, dtype))
     return gradient

@@ -323,9 +323,9 @@ def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
     student, teacher = (rows_and_classes(each, options.axis) for each in (problem.logits, problem.beside[0]))
     valid = xp.ones(count, np.bool_) if problem.counted is None else problem.counted
     with np.errstate(all="ignore"):
-        delta, rest = kernel.logsumexp_differences(softmax.held, softmax.held_nll, problem.transform)
-        delta = xp.where(valid, delta, np.nan)  # nothing is computed for rows that do not count
-        of_rows = rows[count:], rows[:count], delta, rest
+        difference = kernel.logsumexp_differences(softmax.held, softmax.held_nll, problem.transform)
+        difference = xp.where(valid[:, None], difference, np.nan)  # nothing is computed for rows that do not count
+        of_rows = rows[count:], rows[:count], difference
         pair = Pair(teacher, student, *of_rows, problem.transform, problem.arithmetic is SINGLE)
         if options.direction == Direction.REVERSE:
             pair = pair.swapped()
@@ -334,10 +334,10 @@ def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
             with cause(options.operation, options.over, "the sums of the divergence, merged"):
                 sums = all_reduce(sums, options.comm, _add, overwrite=True, element=_SUMS)
         divergences, low, skewness = kernel.row_divergences(sums, jensen_shannon)
-        divergences = xp.where(xp.isfinite(pair.delta), divergences, np.nan)
+        divergences = xp.where(xp.isfinite(pair.difference[:, 0]), divergences, np.nan)
         losses = xp.stack([xp.where(valid, divergences, 0.0), xp.where(valid, 1.0, 0.0)])
         loss, divisor = reduced(problem, losses)
-        pair = pair._replace(rest=pair.rest + low)
+        pair.difference[:, 2] += low
     return loss, DivergenceResiduals(problem, pair, valid, divergences, skewness, divisor, loss.shape)
 
 

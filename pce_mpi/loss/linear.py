@@ -9,7 +9,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_true
 from pce_mpi.loss.chunks import Gradients, agree_on_product
-from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.loss.options import LinearOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, write_gradient
 from pce_mpi.loss.tensors import tensors_for_tensors
@@ -108,7 +108,7 @@ def linear_cross_entropy_value_and_grad(
     totals = sums.gradients
     gradients = sums.of_hidden(1.0), sums.of_classes(totals.w, 1.0), sums.of_classes(totals.bias, 1.0)
     with np.errstate(all="ignore"):
-        dhidden, dw, dbias = (gradient.astype(dtype, copy=False) for gradient in gradients)
+        dhidden, dw, dbias = (converted(gradient, dtype, copy=False) for gradient in gradients)
     return LinearValueAndGrad(loss, dhidden, dw, None if checked.bias is None else dbias)
 
 

@@ -13,7 +13,7 @@ from pce_mpi.arrays import to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.floating_point import check_floating_point
 from pce_mpi.loss.chunks import Gradients, Product, agree_on_product
-from pce_mpi.loss.kernels import sets_arithmetic, standard_arithmetic
+from pce_mpi.loss.kernels import converted, sets_arithmetic, standard_arithmetic
 from pce_mpi.loss.options import LinearStatisticsOptions, Options, takes
 from pce_mpi.loss.passes import MadeResiduals, write_statistics_gradient
 from pce_mpi.loss.problem import Problem
@@ -209,9 +209,9 @@ def linear_class_statistics_backward(
         raise checks.error
     gradients = gradients_of(residuals, product, upstream)
     gradients.sum_over_shards(operation, options)
-    found = (each.astype(product.w.dtype, copy=False) for each in (gradients.hidden, gradients.w, gradients.bias))
     with np.errstate(all="ignore"):
-        dhidden, dw, dbias = found
+        found = gradients.hidden, gradients.w, gradients.bias
+        dhidden, dw, dbias = (converted(each, product.w.dtype, copy=False) for each in found)
     return LinearGradients(dhidden, dw, None if product.bias is None else dbias)
 
 

@@ -15,7 +15,7 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.loss.kernels import layer_loops
 from pce_mpi.ops.broadcasting import local_extreme
-from pce_mpi.ops.elementwise import astype, widened
+from pce_mpi.ops.elementwise import astype, widened_with_sums
 from pce_mpi.ops.matmul import matmul, transposed_times
 from pce_mpi.ops.selection import where
 from pce_mpi.ops.shape import swapaxes
@@ -174,7 +174,7 @@ def scaled_dot_product_attention(
     -----
     Sharded stacks, and sharded queries or columns of values beside whole keys, stay so, and nothing is sent. Operands
     whose keys are sharded are redistributed with the fewest bytes. The gradients of whole keys and values are Partial
-    if queries are sharded.
+    if queries are sharded; those of halves are reduced at once, in float32, and then rounded.
 
     Examples
     --------
@@ -196,5 +196,5 @@ def scaled_dot_product_attention(
     if not fit or shapes[0][-1] != shapes[1][-1] or shapes[1][-2] != shapes[2][-2]:
         raise ValueError(f"{name}: queries, keys and values of shapes {', '.join(map(str, shapes))} do not fit")
     factor = 1 / math.sqrt(max(1, shapes[0][-1])) if scale is None else real(scale, "scale")
-    y = apply(_ATTENTION, *map(widened, operands), causal=flag(causal, "causal"), scale=factor)
+    y = apply(_ATTENTION, *map(widened_with_sums, operands), causal=flag(causal, "causal"), scale=factor)
     return astype(y, np.result_type(*(x.dtype for x in operands)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.loss.kernels import converted
 from pce_mpi.ops.broadcasting import aligned
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -94,7 +96,7 @@ _SQRT = unary("sqrt", lambda xp, g, x: g / (2 * xp.sqrt(x)))
 def _astype_op(dtype: np.dtype[Any]) -> Op:
     return Op(
         "astype",
-        lambda call, x, dtype: x.astype(dtype),
+        lambda call, x, dtype: converted(x, dtype),
         (lambda g, y, x, dtype: g,),
         _astype_rule,
         dtype=lambda _: dtype,
@@ -288,3 +290,11 @@ def astype(x: DistArray, dtype: Any) -> DistArray:
 def widened(x: DistArray) -> DistArray:
     """Return `x`, halves as float32."""
     return astype(x, np.float32) if is_half(x.dtype) else x
+
+
+_WIDENED = replace(_astype_op(np.dtype(np.float32)), relays=False)
+
+
+def widened_with_sums(x: DistArray) -> DistArray:
+    """Return `x`, halves as float32, whose gradient is reduced in float32 before it is rounded."""
+    return apply(_WIDENED, x, dtype=np.dtype(np.float32)) if is_half(x.dtype) else x

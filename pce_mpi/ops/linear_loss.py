@@ -43,8 +43,8 @@ def _linear_cross_entropy(
 
 
 def gradient_of(x: DistArray, gradient: Array, partial_over: tuple[str, ...]) -> DistArray:
-    """Return the gradient of an operand, rounded once to its dtype."""
-    return DistArray(gradient.astype(x.dtype, copy=False), x.mesh, x.sharding.with_partial_over(partial_over))
+    """Return the gradient of an operand."""
+    return DistArray(gradient, x.mesh, x.sharding.with_partial_over(partial_over))
 
 
 def _to_hidden(
@@ -102,6 +102,7 @@ def _op(biased: bool) -> Op:
         _rule,
         dtype=lambda hidden, *_: compute_dtype_of(hidden),
         uses=[(), (), (), ()],
+        wide_sums=(0,),
         composition=_composed,
     )
 
@@ -156,7 +157,8 @@ def linear_cross_entropy(
     If classes are sharded: one Allgather of 56 bytes over their dims, and one Allreduce of 40 bytes a row (more with
     options) for each half of a chunk. If rows are sharded: one Allgather of 56 bytes over their dims, and one Allreduce
     of 64 bytes. Backward communicates nothing: the gradient of `hidden` is Partial over the dims of the classes, and
-    the gradients of `w` and `bias` over the dims of the rows.
+    the gradients of `w` and `bias` over the dims of the rows. A gradient of `hidden` that is a half is reduced at once,
+    in float32, and then rounded.
 
     Examples
     --------

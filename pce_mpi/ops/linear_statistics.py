@@ -99,6 +99,7 @@ def _op(with_targets: bool, biased: bool) -> Op:
         _rule,
         dtype=lambda hidden, *_: compute_dtype_of(hidden),
         uses=[(), (), (), ()],
+        wide_sums=(0,),
         composition=_composed,
     )
 
@@ -148,8 +149,9 @@ def linear_class_statistics(
     If classes are sharded: one Allgather of 56 bytes over `comm`, or over their dims, and one Allreduce of 80 bytes a
     row, 8 more with targets, for each half of a chunk. If rows of a distributed array are sharded, one Allgather of 56
     bytes over their dims. Backward computes the logits of a chunk again. It communicates nothing: the gradient of
-    `hidden` is Partial over the dims of the classes, and the gradients of `w` and `bias` over the dims of the rows. For
-    the gradients of plain arrays see `linear_class_statistics_forward`.
+    `hidden` is Partial over the dims of the classes, and the gradients of `w` and `bias` over the dims of the rows. A
+    gradient of `hidden` that is a half is reduced at once, in float32, and then rounded. For the gradients of plain
+    arrays see `linear_class_statistics_forward`.
 
     The bits are those of `class_statistics` of the same logits. But a BLAS gives other last bits to a product with
     another number of rows or columns; inside `reproducible` it does not.

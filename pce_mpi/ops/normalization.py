@@ -66,10 +66,11 @@ def layer_norm(x: DistArray, scale: Any = None, bias: Any = None, axis: int = -1
 
     Notes
     -----
-    It is computed in float64 and rounded once, and once more with a `bias`. In float64, while the mean is less than 1e6
-    standard deviations from 0, the normalized rows are right to 4 ulp of the largest element of a row. So is their
-    gradient in longer rows. In rows of 2 or 3 elements its terms cancel: there it is right to 8 ulp of the largest
-    upstream gradient divided by the standard deviation.
+    It is computed in float64 and rounded once, and once more with a `bias`. Halves are rounded to float32 before that:
+    some 60 of 1,000,000 elements in float16, and 10 in bfloat16, are the farther of their two neighbours. In float64,
+    while the mean is less than 1e6 standard deviations from 0, the normalized rows are right to 4 ulp of the largest
+    element of a row. So is their gradient in longer rows. In rows of 2 or 3 elements its terms cancel: there it is
+    right to 8 ulp of the largest upstream gradient divided by the standard deviation.
 
     If rows are sharded, nothing is communicated, and the gradients of `scale` and `bias` are Partial. If `axis` is
     sharded: one Allreduce of 8 bytes a row and one of 16, and backward one of 16, each after an Allgather of 56 bytes.

@@ -246,7 +246,7 @@ static double exponential(double F, double x, const Row *r) { /* F exp(z) 2^-E *
 static void put(double v) { v = isnan(v) ? NAN : v, fwrite(&v, 8, 1, stdout); } /* there is one nan */
 static void put_element(double v) { /* rounded to the dtype of the gradient */
     int e, half = in.dtype == 2;
-    v = in.dtype ? (double)(float)single(v) : single(v), frexp(v, &e);
+    v = in.dtype == 1 ? (double)(float)single(v) : single(v), frexp(v, &e);
     e = (int)clamp(e, half ? -13 : -125, 1024) - (half ? 11 : 8);
     if (in.dtype >= 2) v = ldexp(rint(ldexp(v, -e)), e), v *= fabs(v) >= (half ? 0x1p16 : 0x1p128) ? INFINITY : 1;
     put(v);

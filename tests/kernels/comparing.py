@@ -169,7 +169,7 @@ class Divergences:
 
     @staticmethod
     def pair_on_device(pair):
-        return pair._replace(**{name: on_device(getattr(pair, name)) for name in pair._fields[:6]})
+        return pair._replace(**{name: on_device(getattr(pair, name)) for name in pair._fields[:5]})
 
     def divergence_sums(self, pair, jensen_shannon):
         sums = self.cuda.divergence_sums(self.pair_on_device(pair), jensen_shannon).get()

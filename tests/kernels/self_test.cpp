@@ -127,7 +127,8 @@ template <class T> void run_kind(const Loops &loops, int kind) {
 template <class Arithmetic, class T> void diverge(const Loops &loops, int kind, Transform transform) {
     const Call call = {HOLD_LARGEST, transform};
     static RowGradient both[2][ROWS];
-    double z[2][ROWS], nll[2][ROWS], delta[ROWS], rest[ROWS];
+    double z[2][ROWS], nll[2][ROWS];
+    Difference differences[ROWS];
     for (int side = 0; side < 2; side++) {
         Fill fill = {};
         fill.logits = array_of(side ? teacher : logits, kind);
@@ -144,14 +145,17 @@ template <class Arithmetic, class T> void diverge(const Loops &loops, int kind, 
             nll[side][r] = row.held_nll;
         }
     }
-    for (long r = 0; r < ROWS; r++) delta[r] = z[1][r] - z[0][r], rest[r] = nll[1][r] - nll[0][r];
+    for (long r = 0; r < ROWS; r++) {
+        const Pair delta = two_sum(z[1][r], -z[0][r]);
+        differences[r] = {delta.high, delta.low, nll[1][r] - nll[0][r]};
+    }
     const double slope[ROWS] = {1.0, 0.5, -2.0, 1.0}, less[ROWS] = {0.125, 0.25, 0.0, 1.0};
     const bool valid[ROWS] = {true, true, true, false};
     uint64_t sums[ROWS * 6];
     Divergence pass = {};
     pass.logits = array_of(logits, kind), pass.probabilities = array_of(teacher, kind);
     pass.p_rows = both[0], pass.q_rows = both[1];
-    pass.delta = delta, pass.rest = rest, pass.slope = slope, pass.less = less, pass.valid = valid;
+    pass.differences = differences, pass.slope = slope, pass.less = less, pass.valid = valid;
     pass.transform = transform;
     pass.single = kind != FLOAT64;
     for (pass.of = 0; pass.of < 2; pass.of++) {

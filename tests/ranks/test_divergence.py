@@ -99,6 +99,9 @@ CORNERS = {
     "1e-8": lambda x, noise: x + 2e-4 * noise,
     "1e-11": lambda x, noise: x + 5e-6 * noise,
     "shifted": lambda x, noise: x + 2.0**-8 * np.rint(noise) + 64.0,
+    "shifted by 10": lambda x, noise: x + 1e-3 * noise + 10.0,
+    "shifted by 300": lambda x, noise: x + noise + 300.0,
+    "shifted by 1e6": lambda x, noise: x + 1e-3 * noise - 1e6,
     "one class": lambda x, noise: x + 1e-3 * (np.arange(len(x)) == 3),
     "masked": lambda x, noise: np.where(noise < 1.0, x + 0.1 * noise, -np.inf),
     "certain": lambda x, noise: x + 40.0 * (np.arange(len(x)) == 3) + 0.1 * noise,
@@ -118,8 +121,8 @@ def test_divergence_and_gradients_have_all_digits(direction, name, dtype):
         x, noise = 3.0 * rng.standard_normal(classes), rng.standard_normal(classes)
         if name == "both certain":
             x[1] = 30.0
-        if name == "shifted":  # float64 has the differences, but not those of products with a scale
-            x, scale = np.rint(256 * x) / 256, 1.0 if dtype is np.float64 else scale
+        if name == "shifted":
+            x = np.rint(256 * x) / 256
         with np.errstate(over="ignore"):
             student, teacher = x.astype(dtype), CORNERS[name](x.astype(dtype), noise).astype(dtype)
         if name == "masked" and direction == "reverse":
@@ -132,6 +135,37 @@ def test_divergence_and_gradients_have_all_digits(direction, name, dtype):
             if dtype is np.float64:  # the difference of two logsumexp errs by some ulp of 1
                 size = np.maximum(size, exact.largest * scale)
             assert worst(got[0], expected.near, dtype, size, expected.rest) <= tolerance
+
+
+@pytest.mark.sizes(1, 3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@by_direction
+def test_offset_of_any_size_changes_no_number(comm, direction, dtype):
+    others, _ = draw(dtype)
+    others = np.where(np.isfinite(others), others, dtype(0.0))
+    zeros, largest = np.zeros_like(others), float(ml_dtypes.finfo(dtype).max)
+    for size, sign, scale in itertools.product((1e4, 3e38, 1e308), (-1, 1), (1.0, 1.1)):
+        if size > largest:
+            continue
+        offset, options = np.full_like(zeros, sign * size / 2), {"direction": direction, "logit_scale": scale}
+        for far, near in (((offset, others), (zeros, others)), ((others, offset), (others, zeros))):
+            *found, mine = sharded(comm, *far, **options)
+            loss, *gradients = dense.kl_divergence_value_and_grad(*near, **options)
+            for got, wanted in zip(found, (loss, *(each[:, mine] for each in gradients)), strict=True):
+                eps = float(ml_dtypes.finfo(got.dtype).eps)
+                np.testing.assert_allclose(got.astype(np.float64), wanted, rtol=WIDE_DIVERGENCE * eps, atol=eps)
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@by_direction
+def test_huge_logits_stand_beside_ordinary_ones(direction, dtype):
+    student, teacher = np.array([[3e38, 3e38, 7.0, -3e38], [5.0, 0.0, -1.0, 3e38]], dtype)
+    for pair in ((student[:2], teacher[:2]), (student[:3], teacher[:3]), (student, teacher)):
+        expected = dense.kl_divergence_value_and_grad(*pair, direction=direction)
+        for got, wanted in zip(both_gradients(*pair, direction=direction), expected, strict=True):
+            with np.errstate(over="ignore"):  # a divergence may exceed float32
+                np.testing.assert_allclose(got, wanted.astype(dtype), rtol=1e-6, atol=1e-15)
 
 
 @by_direction
@@ -188,8 +222,8 @@ def sums_and_gradients(kernel, student, teacher, transform, single, cuts=()):
             rows.append((gradient, *(softmax[:, ROW_SOFTMAX[name]] for name in ("held", "held_nll"))))
         p_rows, q_rows = rows[0][0], rows[1][0]
         held, held_nll = (np.concatenate([rows[1][at], rows[0][at]]) for at in (1, 2))
-        delta, rest = definition.logsumexp_differences(held, held_nll, transform)
-    rest_of = delta, rest, transform, single
+        difference = definition.logsumexp_differences(held, held_nll, transform)
+    rest_of = difference, transform, single
     found = []
     for jensen_shannon in (False, True):
         parts = []
@@ -205,7 +239,7 @@ def sums_and_gradients(kernel, student, teacher, transform, single, cuts=()):
     whole = Pair(teacher[:, :, None], student[:, :, None], p_rows, q_rows, *rest_of)
     slope, constant = np.linspace(-1.0, 2.0, len(student)), np.linspace(0.0, 0.1, len(student))
     with np.errstate(invalid="ignore"):
-        constant = np.where(np.isfinite(delta), constant, np.nan)
+        constant = np.where(np.isfinite(difference[:, 0]), constant, np.nan)
     for of, pair in itertools.product(GradientOf, (whole, whole.swapped())):
         out = np.empty(student.shape, student.dtype)
         kernel.write_divergence_gradient(out[:, :, None], pair, of, slope, constant, np.arange(len(student)) != 3)
@@ -412,6 +446,21 @@ def test_plain_array_is_placed_beside_distributed_one(comm):
         assert is_same(divergence.full(), expected[0])
         assert is_same(x.grad.full(), expected[1 + at])
         assert trace.count() == 2
+
+
+@by_direction
+def test_partial_gradient_keeps_sign_of_zero(comm, direction):
+    student, teacher = draw(np.float32)
+    expected = both_gradients(student, teacher, dloss=-1.0, direction=direction, reduction="sum")
+    assert any((np.signbit(each) & (each == 0)).any() for each in expected[1:])
+    mesh = mesh_of(comm, comm.size)
+    for placed in ((Replicate(), Shard(1)), (Shard(1), Replicate())):
+        pair = [
+            pce.distribute(each, mesh, requires_grad=True, data=place)
+            for each, place in zip((student, teacher), placed, strict=True)
+        ]
+        (-pce.kl_divergence(*pair, direction=direction, reduction="sum")).backward()
+        assert all(is_same(x.grad.full(), wanted) for x, wanted in zip(pair, expected[1:], strict=True))
 
 
 @pytest.mark.parametrize(

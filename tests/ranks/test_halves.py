@@ -49,6 +49,17 @@ def faults(got: Array, exact: Array, x: Array, size: Array | None = None) -> lis
     ]
 
 
+def rounded(x: Array, dtype: Any) -> Array:
+    """Return float64 numbers as halves, rounded once, by operations of float64 alone."""
+    info = ml_dtypes.finfo(dtype)
+    step = np.exp2(np.maximum(np.frexp(x)[1] - 1, info.minexp) - info.nmant)
+    return np.asarray((np.rint(x / step) * step).astype(dtype))
+
+
+def is_same(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
 def pulled(call: Callable[..., Any], g: Array, mesh: pce.Mesh, *operands: Array, **placements: Any) -> list[Array]:
     """This rank's part of the result and the gradients, `g` being the gradient of the result; and its slices."""
     held = [pce.distribute(x, mesh, requires_grad=True, **placements) for x in operands]
@@ -271,3 +282,98 @@ def test_gelu_has_its_limits_far_from_0(dtype):
     y, gradient = pulled(pce.gelu, np.ones(10, dtype), alone(), x, data=Replicate())
     np.testing.assert_array_equal(wide(y.local), np.maximum(wide(x), 0))
     np.testing.assert_array_equal(wide(gradient.local), [1, 1, 1, 0, 0, 0, 1, 0, np.nan, 0.5])
+
+
+# ------------------------------------------------------------------------------------------------ rounded from float64
+
+
+@pytest.mark.sizes(1)
+@each_half
+def test_float64_is_rounded_once(dtype):
+    halves = np.unique(wide(every(dtype)))
+    middles = (halves[1:] + halves[:-1]) / 2
+    x = np.concatenate([middles, *(np.nextafter(middles, sign * np.inf) for sign in (-1, 1))])
+    expected = rounded(x, dtype)
+    assert is_same(pce.distribute(x, alone()).astype(dtype).local, expected)
+    _, residuals = pce.take_classes_forward(np.zeros((len(x), 1), dtype), np.zeros((len(x), 1), int))
+    assert is_same(pce.take_classes_backward(x[:, None], residuals)[:, 0] + 0, expected + 0)
+
+
+@pytest.mark.sizes(1)
+@each_half
+def test_variance_of_float64_is_rounded_once(dtype):
+    x = np.random.default_rng(0).integers(-100, 100, (50_000, 4)) / 64  # whose variances float64 has
+    assert is_same(pce.distribute(x.astype(dtype), alone()).var(1).local, rounded(x.var(1), dtype))
+
+
+@pytest.mark.sizes(1)
+@each_half
+def test_norms_of_halves_are_float32_before(dtype):
+    x = drawn(dtype, 400, 500)
+    for norm in (pce.layer_norm, pce.rms_norm):
+        dtypes = dtype, np.float32, np.float64
+        y, near, exact = (norm(pce.distribute(x.astype(each), alone())).local for each in dtypes)
+        assert is_same(y, near.astype(dtype))
+        assert (y != rounded(exact, dtype)).mean() < 1e-4  # one of 16,000 of float16
+
+
+@pytest.mark.sizes(1)
+@each_half
+def test_gradients_in_float64_are_rounded_once(dtype):
+    x, y = drawn(dtype, 300, 1000), drawn(dtype, 300, 1000, seed=1)
+    targets = np.arange(300)
+
+    def loss(out: Array) -> Array:
+        given = x, targets
+        return pce.softmax_cross_entropy_value_and_grad(*given, out=out, reduction="sum", compute_dtype=np.float64)[1]
+
+    def divergence(out: Array) -> Array:
+        return pce.kl_divergence_value_and_grad(x, y, reduction="sum", out=out)[1]
+
+    for gradient in (loss, divergence):
+        assert is_same(gradient(np.empty_like(x)), rounded(gradient(np.empty(x.shape)), dtype))
+
+
+# ---------------------------------------------------------------------------------------------- sums over several ranks
+
+
+@each_half
+def test_gradient_of_hidden_is_that_of_plain_function(comm, line, dtype):
+    hidden, w = drawn(dtype, 40, 24), drawn(dtype, 24, 36, seed=1)
+    targets, shard = np.arange(40) % 36, slice(*pce.shard_range(36, comm.size, comm.rank))
+    given = hidden, w[:, shard], targets
+    plain = pce.linear_cross_entropy_value_and_grad(*given, reduction="sum", comm=comm)
+    _, residuals = pce.linear_class_statistics_forward(*given, comm=comm)
+    plain_statistics = pce.linear_class_statistics_backward(residuals, entropy=np.ones(40, np.float32))
+
+    def loss(h: Any, w: Any) -> Any:
+        return pce.linear_cross_entropy(h, w, targets, reduction="sum")
+
+    def entropies(h: Any, w: Any) -> Any:
+        return pce.sum(pce.linear_class_statistics(h, w, targets).entropy)
+
+    for call, expected in ((loss, plain), (entropies, plain_statistics)):
+        for computed in (False, True):
+            h = pce.distribute(hidden, line, requires_grad=True, data=Replicate())
+            columns = pce.distribute(w, line, requires_grad=True, data=Shard(1))
+            call(h * 1.0 if computed else h, columns).backward()
+            assert is_same(h.grad.full(), expected.dhidden)
+            assert is_same(columns.grad.local, expected.dw)
+
+
+@each_half
+def test_gradients_of_attention_add_in_float32(line, dtype):
+    operands = [drawn(dtype, 2, 12, 8, seed=seed) for seed in range(3)]
+    g = drawn(dtype, 2, 12, 8, seed=3)
+    placed = [Shard(1), Replicate(), Replicate()], [Replicate(), Replicate(), Shard(2)]
+    for places in placed:
+        grads = []
+        for each in (dtype, np.float32):
+            held = [
+                pce.distribute(x.astype(each), line, requires_grad=True, data=place)
+                for x, place in zip(operands, places, strict=True)
+            ]
+            (pce.scaled_dot_product_attention(*held) * g.astype(each)).sum().backward()
+            grads.append([x.grad.full() for x in held])
+        for got, whole in zip(*grads, strict=True):
+            assert is_same(got, rounded(wide(whole), dtype))

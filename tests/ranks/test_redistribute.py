@@ -261,6 +261,14 @@ def test_terms_become_what_they_are_together(comm, operator, dtype):
             assert worst(result, expected, dtype, size=sizes) <= SUM
 
 
+def test_terms_of_shards_keep_sign_of_zero(line):
+    zeros = np.array([-0.0, 0.0, -0.0, 0.0, -0.0])
+    for place in (Shard(0), Replicate()):
+        x = pce.distribute(zeros, line, data=place)
+        whole = x.redistribute(data=Partial()).redistribute(data=Replicate()).local
+        assert whole.tobytes() == zeros.tobytes()
+
+
 @pytest.mark.sizes(3)  # quotients that are rounded
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda d: d.__name__)
 def test_redistribute_there_and_back_keeps_numbers(line, dtype):

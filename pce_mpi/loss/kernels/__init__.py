@@ -19,6 +19,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.hollow import Hollow
 from pce_mpi.loss.kernels import hollow
+from pce_mpi.loss.kernels.elementary import narrowed
 
 # Functions that promise bits run in a block `with standard_arithmetic():`, in which this thread's floating-point unit
 # rounds to nearest and keeps subnormal numbers. Without the compiled module it does nothing: callers check the state.
@@ -47,13 +48,17 @@ def kernel_of(array: Any) -> ModuleType:
     return cuda
 
 
-def converted(values: Any, dtype: Any) -> Any:
-    """Return `values.astype(dtype)`; CuPy's own takes numbers below 2^-126, which float16 does not have, for 0."""
+def converted(values: Any, dtype: Any, copy: bool = True) -> Any:
+    """Return `values.astype(dtype)`, rounded once: ml_dtypes and CuPy round float64 to float32 on the way to a half.
+
+    CuPy also takes numbers below 2^-126 for 0. Without `copy`, an array that has the dtype is returned itself.
+    """
     wanted = np.dtype(dtype)
-    kept = is_floating(values.dtype) and is_floating(wanted) and wanted != np.float16
-    if array_namespace(values) is np or not kept:
-        return values.astype(dtype)
-    return kernel_of(values).converted(values, wanted)
+    if values.dtype == wanted and not copy:
+        return values
+    if not (is_floating(values.dtype) and is_floating(wanted)):
+        return values.astype(wanted)
+    return narrowed(values, wanted) if array_namespace(values) is np else kernel_of(values).converted(values, wanted)
 
 
 @cache

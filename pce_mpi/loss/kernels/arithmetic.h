@@ -120,6 +120,11 @@ PCE_FUNCTION float narrow(double v) { return float(v); }
 PCE_FUNCTION double wide(float v) { return v; }
 #endif
 
+// v cut to 13 digits, of which the last is 1 if one that is cut off was: two more than a half has, so that a rounding to
+// float32 on the way to one is exact.
+constexpr int64_t CUT_OFF = (int64_t(1) << 40) - 1;
+PCE_FUNCTION double cut_for_half(double v) { return from_bits((bits(v) | ((bits(v) & CUT_OFF) + CUT_OFF)) & ~CUT_OFF); }
+
 struct Transform {
     double scale, softcap;  // softcap 0: none
     double m1 = 1.0, m2 = 0.0, m3 = 0.0;  // the margin of targets

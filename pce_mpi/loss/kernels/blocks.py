@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from pce_mpi.loss.kernels.elementary import narrowed
+
 Array = np.ndarray[Any, Any]
 
 # The number of classes of a block.
@@ -29,8 +31,6 @@ def rows_of(array: Array, rows: slice, classes: slice) -> Array:
 
 
 def put_rows(array: Array, rows: slice, classes: slice, values: Array) -> None:
-    """Write (rows, classes) to an array (outer, classes, inner); halves are rounded by way of float32."""
-    if array.dtype.itemsize == 2:
-        values = values.astype(np.float32)
+    """Write (rows, classes) to an array (outer, classes, inner)."""
     outer, inner = np.divmod(np.arange(rows.start, rows.stop), max(1, array.shape[2]))
-    array[outer, classes, inner] = values.astype(array.dtype)
+    array[outer, classes, inner] = narrowed(values, array.dtype)

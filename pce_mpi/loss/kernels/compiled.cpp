@@ -235,16 +235,16 @@ PyObject *largest_of(PyObject *, PyObject *arguments) {
 
 // Fill the sums of divergences of rows, or write their gradients; the arguments of gradients are None for sums.
 PyObject *diverge(PyObject *, PyObject *arguments) {
-    PyObject *p, *q, *p_rows, *q_rows, *delta, *rest, *sums, *out, *slope, *less, *valid;
+    PyObject *p, *q, *p_rows, *q_rows, *differences, *sums, *out, *slope, *less, *valid;
     Divergence pass = {};
     int p_kind, q_kind, out_kind, single;
-    if (!PyArg_ParseTuple(arguments, "OiOiOOOOdpiOOiOOO:diverge", &p, &p_kind, &q, &q_kind, &p_rows, &q_rows, &delta,
-                          &rest, &pass.transform.scale, &single, &pass.of, &sums, &out, &out_kind, &slope, &less,
+    if (!PyArg_ParseTuple(arguments, "OiOiOOOdpiOOiOOO:diverge", &p, &p_kind, &q, &q_kind, &p_rows, &q_rows,
+                          &differences, &pass.transform.scale, &single, &pass.of, &sums, &out, &out_kind, &slope, &less,
                           &valid))
         return nullptr;
-    Buffer x, y, x_rows, y_rows, d, e, s, to, m, l, v;
+    Buffer x, y, x_rows, y_rows, d, s, to, m, l, v;
     if (!x.take(p, PyBUF_STRIDES) || !y.take(q, PyBUF_STRIDES) || !x_rows.take(p_rows) || !y_rows.take(q_rows) ||
-        !d.take(delta) || !e.take(rest) || !s.take(sums, PyBUF_WRITABLE) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) ||
+        !d.take(differences) || !s.take(sums, PyBUF_WRITABLE) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) ||
         !m.take(slope) || !l.take(less) || !v.take(valid))
         return nullptr;
     pass.single = single;
@@ -253,8 +253,7 @@ PyObject *diverge(PyObject *, PyObject *arguments) {
     pass.out = to.array(out_kind);
     pass.p_rows = x_rows.of<const RowGradient>();
     pass.q_rows = y_rows.of<const RowGradient>();
-    pass.delta = d.of<const double>();
-    pass.rest = e.of<const double>();
+    pass.differences = d.of<const Difference>();
     pass.sums = s.of<uint64_t>();
     pass.slope = m.of<const double>();
     pass.less = l.of<const double>();

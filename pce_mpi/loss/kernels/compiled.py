@@ -205,13 +205,13 @@ def largest_of(x: Array, k: int) -> tuple[Array, Array]:
 
 
 def _pair(pair: Pair) -> tuple[Any, ...]:
-    numbers = pair.p_rows, pair.q_rows, pair.delta, pair.rest, pair.transform.scale
+    numbers = pair.p_rows, pair.q_rows, pair.difference, pair.transform.scale
     return *_raw(pair.p), *_raw(pair.q), *numbers, pair.single
 
 
 def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
     """Return the sums of a divergence over this shard's classes; see `divergence.divergence_sums`."""
-    sums = np.empty((len(pair.delta), 6), np.uint64)
+    sums = np.empty((len(pair.difference), 6), np.uint64)
     _compiled.diverge(*_pair(pair), jensen_shannon, sums, None, 0, None, None, None)
     return sums
 

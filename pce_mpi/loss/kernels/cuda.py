@@ -434,7 +434,7 @@ def kept_at_least(x: Array, least: HostArray) -> tuple[Array, Array]:
 
 
 def converted(values: Array, dtype: np.dtype[Any]) -> Array:
-    """Return floating-point numbers in another dtype than float16, subnormal ones too."""
+    """Return floating-point numbers in another dtype, rounded once, subnormal ones too."""
     result = cupy.empty(values.shape, dtype)
     if result.size:
         source = cupy.ascontiguousarray(values), np.int32(DTYPE_CODES[values.dtype.name]), np.int64(result.size)
@@ -500,9 +500,9 @@ def write_gradient(
 
 
 def logsumexp_differences(held: Array, held_nll: Array, transform: Transform) -> Array:
-    """Return the differences of logsumexp of rows, (2, rows); see `divergence.logsumexp_differences`."""
+    """Return the differences of logsumexp of rows, (rows, 3); see `divergence.logsumexp_differences`."""
     rows = len(held) // 2
-    differences = cupy.empty((2, rows), np.float64)
+    differences = cupy.empty((rows, 3), np.float64)
     given = *map(cupy.ascontiguousarray, (held, held_nll)), np.int64(rows), np.float64(transform.scale)
     if rows:
         _launch_for_rows(Kernel("divergence.cu", "pce::fill_logsumexp_differences"), rows, *given, differences)
@@ -514,13 +514,13 @@ def _pair_arguments(pair: Pair) -> list[Any]:
     for logits in (pair.p, pair.q):
         source = rows_of(logits)
         arguments += [source.array, np.int32(DTYPE_CODES[logits.dtype.name]), np.int64(source.pitch)]
-    numbers = pair.p_rows, pair.q_rows, pair.delta, pair.rest
+    numbers = pair.p_rows, pair.q_rows, pair.difference
     return [*arguments, *map(cupy.ascontiguousarray, numbers), np.float64(pair.transform.scale), np.bool_(pair.single)]
 
 
 def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
     """Return the sums of a divergence over this shard's classes; see `divergence.divergence_sums`."""
-    rows, classes = len(pair.delta), np.int64(pair.p.shape[1])
+    rows, classes = len(pair.difference), np.int64(pair.p.shape[1])
     sums = cupy.empty((rows, 6), np.uint64)
     if rows:
         given = *_pair_arguments(pair), classes, np.bool_(jensen_shannon)

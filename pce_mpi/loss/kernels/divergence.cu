@@ -6,6 +6,7 @@ namespace pce {
 
 __device__ __forceinline__ double size_of(double v) { return magnitude(v); }
 __device__ __forceinline__ double constant(double v) { return v; }
+__device__ __forceinline__ bool any_less(double a, double b) { return a < b; }
 __device__ __forceinline__ double power_of(double shifted) {
   return power(static_cast<int64_t>(bits(shifted)) - MAGIC_BITS);
 }
@@ -18,7 +19,7 @@ struct ClassesOfRow {
   const void *p, *q;
   int p_dtype, q_dtype;
   int64_t p_start, q_start;
-  double delta, rest;
+  Difference difference;
   RowFactor p_row, q_row;
   Transform transform;
   bool single;
@@ -32,8 +33,7 @@ struct ClassesOfRow {
     const double v = element(p, p_dtype, p_start + i), w = element(q, q_dtype, q_start + i);
     const Pair z = transformed(v, transform), z_w = transformed(w, transform);
     const double error = error_of(z_w.high, z_w.low) - error_of(z.high, z.low);
-    double r = ((z_w.high - z.high) - delta) + (error - rest);
-    if (r != r) r = 0.0;  // both are masked
+    const double r = log_of_ratio(z_w.high, z.high, error, difference, single);
     const bool far = magnitude(r) > far_from(single);
     return {probability(v, p_row), far ? probability(w, q_row) : 0.0, r, far, single};
   }
@@ -64,15 +64,15 @@ struct RowDivergence {
 
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     sum_divergences(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
-                    const RowGradient* p_rows, const RowGradient* q_rows, const double* delta, const double* rest,
+                    const RowGradient* p_rows, const RowGradient* q_rows, const Difference* differences,
                     double scale, bool single, int64_t classes, bool jensen_shannon, DivergenceSums* sums) {
   const int64_t row = blockIdx.x;
   const Transform transform = {scale, 0.0};
-  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
+  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, differences[row],
                          RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform, single};
   DivergenceSums sum = {{NO_GRID, {0, 0, 0}}, 0, 0};
 #pragma unroll 1
-  for (int64_t i = threadIdx.x; finite(all.delta) && i < classes; i += BLOCK_THREADS) {
+  for (int64_t i = threadIdx.x; finite(all.difference.delta) && i < classes; i += BLOCK_THREADS) {
     const Classes c = all[i];
     const Growth growth = growth_of(c);
     double skewness = 0.0;
@@ -98,31 +98,31 @@ __global__ void __launch_bounds__(BLOCK_THREADS)
   divergences[2 * rows + row] = found.skewness;
 }
 
-// `held` and `held_nll` have all rows of Q, then those of P; `differences` is (2, rows).
+// `held` and `held_nll` have all rows of Q, then those of P.
 __global__ void __launch_bounds__(BLOCK_THREADS)
     fill_logsumexp_differences(const double* held, const double* held_nll, int64_t rows, double scale,
-                               double* differences) {
+                               Difference* differences) {
   const int64_t row = row_of_thread();
   if (row >= rows) return;
   const Pair p = transformed(held[rows + row], {scale, 0.0}), q = transformed(held[row], {scale, 0.0});
   const double rest = (error_of(q.high, q.low) - error_of(p.high, p.low)) + (held_nll[row] - held_nll[rows + row]);
-  differences[row] = finite(rest) ? q.high - p.high : not_a_number();
-  differences[rows + row] = rest;
+  const Pair delta = two_sum(q.high, -p.high);
+  differences[row] = {finite(rest) ? delta.high : not_a_number(), delta.low, rest};
 }
 
 // `out` may be the logits of either.
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     write_divergence_gradient(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
-                              const RowGradient* p_rows, const RowGradient* q_rows, const double* delta,
-                              const double* rest, double scale, bool single, int64_t classes, int of, const double* slope,
+                              const RowGradient* p_rows, const RowGradient* q_rows, const Difference* differences,
+                              double scale, bool single, int64_t classes, int of, const double* slope,
                               const double* less, const bool* valid, void* out, int out_dtype, int64_t out_pitch) {
   const int64_t row = blockIdx.x;
   const Transform transform = {scale, 0.0};
-  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, delta[row], rest[row],
+  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, differences[row],
                          RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform, single};
 #pragma unroll 1
   for (int64_t i = threadIdx.x; i < classes; i += BLOCK_THREADS) {
-    double value = finite(all.delta) ? slope[row] * divergence_gradient(all[i], of, less[row]) : not_a_number();
+    double value = finite(all.difference.delta) ? slope[row] * divergence_gradient(all[i], of, less[row]) : not_a_number();
     if (value != value) value = not_a_number();
     set_element(out, out_dtype, row * out_pitch + i, valid[row] ? value : 0.0);
   }

@@ -8,11 +8,6 @@ INLINED Doubles power_of(Doubles shifted) { return power((Longs)shifted - MAGIC_
 #include "divergence_terms.h"
 #undef NUMBERS
 
-// The logsumexp of Q less that of P.
-struct Difference {
-    double delta, rest;
-};
-
 // At most TERMS classes of a row: their logits, r, and probabilities, with room for a whole vector more.
 template <bool single> struct Pairs {
     double logits[TERMS + LANES], r[TERMS + LANES], p[TERMS + LANES], q[TERMS + LANES];
@@ -40,10 +35,10 @@ template <bool single> struct Pairs {
                 Doubles low, low_w, z = transformed<way>(v[k], transform, low);
                 Doubles z_w = transformed<way>(w[k], transform, low_w);
                 Doubles error = way == PLAIN ? Doubles{} : error_of(z_w, low_w) - error_of(z, low);
-                Doubles each = ((z_w - z) - difference.delta) + (error - difference.rest), size = size_of(each);
-                far |= size > limit;
+                Doubles each = log_of_ratio(z_w, z, error, difference, single);
+                far |= size_of(each) > limit;
                 store(logits + at, v[k]);
-                store(r + at, each == each ? each : Doubles{});  // both are masked
+                store(r + at, each);
             }
         }
         softmax(p, p_row, pass.p_rows[row].most, transform);
@@ -118,13 +113,13 @@ template <class T, Way way> static void diverge_in(const Divergence &pass) {
         T buffer[CHUNK];
         double values[TERMS + LANES];
         const T *y = numbers_of(other.probabilities, other.kind, count, buffer);
-        const Difference delta = {pass.delta[row + r], pass.rest[row + r]};
-        const bool usable = finite(delta.delta);
+        const Difference difference = pass.differences[row + r];
+        const bool usable = finite(difference.delta);
         Pairs<single> pairs;
         for (long at = 0, some; at < count; at += some) {
             some = count - at < TERMS ? count - at : long(TERMS);
             if (usable && (!place || pass.valid[row + r]))
-                pairs.template fill<way>(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r], delta);
+                pairs.template fill<way>(pass, x + at, y + at, some, row + r, p_rows[r], q_rows[r], difference);
             if (!place) {
                 if (usable) add_pairs(sums[r], pairs, pass);
                 continue;

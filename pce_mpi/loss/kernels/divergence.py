@@ -34,6 +34,7 @@ from pce_mpi.loss.kernels.elementary import (
     reduced,
     transformed,
     twice_atanh,
+    two_sum,
     u64,
 )
 from pce_mpi.loss.kernels.gradients import gradient_of
@@ -46,6 +47,8 @@ Array = np.ndarray[Any, Any]
 # Up to FAR in float64, and FURTHEST in float32, q is p exp(r), which loses as many of its last digits as r has before
 # the point.
 FAR, FURTHEST = 4.0, 44.0
+# For results in float32 the rounding error of a difference of logits counts from this size of it on.
+APART = 1024.0
 UNIT = 2.0**-60
 LEAST_EXCESS = 2.0**-50
 TINY = 2.0**-500
@@ -115,8 +118,13 @@ def _classes(pair: Pair, rows: slice, classes: slice) -> _Classes:
         for x, each in zip(logits, (pair.p_rows, pair.q_rows), strict=True)
     )
     (z_p, low_p), (z_q, low_q) = (_transformed(x, pair.transform) for x in logits)
-    r = ((z_q - z_p) - pair.delta[rows, None]) + ((low_q - low_p) - pair.rest[rows, None])
-    r = np.where(np.isnan(r), 0.0, r)  # both are masked
+    delta, delta_error, rest = (pair.difference[rows, column, None] for column in range(3))
+    d, error = two_sum(z_q, -z_p)
+    error = np.where(np.isnan(error), 0.0, error) - delta_error  # a nan if one is masked
+    if pair.single:
+        error = np.where(np.abs(d) > APART, error, 0.0)
+    r = ((d - delta) + error) + ((low_q - low_p) - rest)
+    r = np.where(np.isnan(r), 0.0, r)  # a nan if both are
     is_far = np.abs(r) > (FURTHEST if pair.single else FAR)
     k, f = reduced(np.clip(r, -FURTHEST, FURTHEST), np.zeros_like(r))
     curve, scale = curved(f, arithmetic), power(k)
@@ -133,13 +141,13 @@ def _transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
 
 
 def logsumexp_differences(held: Array, held_nll: Array, transform: Transform) -> Array:
-    """Return `delta` and `rest` of `Pair`, (2, rows), from columns of `ROW_SOFTMAX` for all rows of Q, then of P."""
+    """Return `difference` of `Pair`, from columns of `ROW_SOFTMAX` for all rows of Q, then of P."""
     rows = len(held) // 2
     with np.errstate(all="ignore"):
         z, low = _transformed(held, transform)
-        delta = z[:rows] - z[rows:]  # rounded as the same difference at a class is
+        delta, error = two_sum(z[:rows], -z[rows:])
         rest = (low[:rows] - low[rows:]) + (held_nll[:rows] - held_nll[rows:])
-        return np.array([np.where(np.isfinite(rest), delta, np.nan), rest])
+        return np.stack([np.where(np.isfinite(rest), delta, np.nan), error, rest], axis=1)
 
 
 def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
@@ -153,7 +161,7 @@ def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
     with np.errstate(all="ignore"):
         for mine, block in blocks_of(rows, classes):
             each = _classes(pair, mine, block)
-            usable = np.isfinite(pair.delta[mine, None])
+            usable = np.isfinite(pair.difference[mine, :1])
             terms, skewness = each.jensen_shannon() if jensen_shannon else (each.kl(), 0.0)
             terms = np.where(usable, terms, 0.0)
             grids, limbs = sum_of([terms])
@@ -204,5 +212,5 @@ def write_divergence_gradient(
             else:
                 value = each.by_p(less) if of is GradientOf.KL_BY_P else each.by_q_beside_mean(less)
             value = slope[mine, None] * value
-            value = np.where(np.isfinite(pair.delta[mine, None]) & ~np.isnan(value), value, np.nan)
+            value = np.where(np.isfinite(pair.difference[mine, :1]) & ~np.isnan(value), value, np.nan)
             put_rows(out, mine, block, np.where(valid[mine, None], value, 0.0))

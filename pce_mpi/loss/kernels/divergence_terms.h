@@ -1,7 +1,7 @@
 // What a divergence of P and Q adds up at a class; `divergence.py` defines it.
 //
-// Included for NUMBERS, which are double or the vector of an instruction set, with `size_of`, `constant`, and `power_of`,
-// 2^k of k + MAGIC, for them.
+// Included for NUMBERS, which are double or the vector of an instruction set, with `size_of`, `constant`, `any_less`, and
+// `power_of`, 2^k of k + MAGIC, for them.
 
 // The probabilities of classes, and r = log(q / p): infinite where one of them is masked, 0 where both are. If some of
 // them are `far` there is q, else it is p exp(r). With `single` polynomials are those of `Short`.
@@ -9,6 +9,21 @@ struct Classes {
     NUMBERS p, q, r;
     bool far, single;
 };
+
+// r of two z, which may have a common offset of any size; `low` is the difference of their rounding errors. With
+// `single` the rounding error of their difference counts from this size of it on.
+constexpr double APART = 1024.0;
+PCE_INLINED NUMBERS log_of_ratio(NUMBERS z_q, NUMBERS z_p, NUMBERS low, const Difference &of_row, bool single) {
+    NUMBERS d = z_q - z_p, error = constant(0.0);
+    if (!single || any_less(constant(APART), size_of(d))) {
+        NUMBERS v = d - z_q;
+        error = (z_q - (d - v)) - (z_p + v);
+        error = (error == error ? error : constant(0.0)) - of_row.error;  // a nan if one is masked
+        if (single) error = size_of(d) > APART ? error : constant(0.0);
+    }
+    NUMBERS r = ((d - of_row.delta) + error) + (low - of_row.rest);
+    return r == r ? r : constant(0.0);  // a nan if both are
+}
 
 // A rounding error of z counts only where every device computes it.
 PCE_INLINED NUMBERS error_of(NUMBERS z, NUMBERS low) {

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pce_mpi.arrays import name_of
 from pce_mpi.loss.kernels.parameters import Transform
 
 Array = np.ndarray[Any, Any]
@@ -53,6 +54,10 @@ MAGIC32, MAGIC_BITS = f32(_hex("0x1.8p23")), np.int32(0x4B400000)
 NEAR32, NEAR, HUGE = f32(2048.0), 2.0**20, 2.0**60
 
 
+# The bits of float64 after the first 13 digits; elements that stay in the cache.
+_REST, _BLOCK = (1 << 40) - 1, 2**13
+
+
 class Arithmetic(NamedTuple):
     """Bits of an element's fraction, bits of a digit, and the dtype of t."""
 
@@ -80,6 +85,22 @@ def fma32(a: Array, b: Any, c: Any) -> Array:
             error == 0.0, total, np.nextafter(total, np.where(error > 0.0, np.inf, -np.inf))
         )
     return s.astype(f32)
+
+
+def narrowed(values: Array, dtype: np.dtype[Any]) -> Array:
+    """Return floating-point numbers in another dtype, rounded once."""
+    if values.dtype != f64 or name_of(dtype) != "bfloat16":
+        return values.astype(dtype)
+    # Cut to 13 digits, of which the last is 1 if one that is cut off was: two more than a half has, so that a rounding
+    # to float32 on the way is exact.
+    flat, found = values.reshape(-1), np.empty(values.size, dtype)
+    for start in range(0, flat.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        bits = flat[block].astype(f64).view(i64)  # a copy
+        bits |= (bits & _REST) + _REST
+        bits &= ~_REST
+        found[block] = bits.view(f64).astype(f32)
+    return found.reshape(values.shape)
 
 
 def two_sum(a: Array | float, b: Array) -> tuple[Array, Array]:

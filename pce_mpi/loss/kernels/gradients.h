@@ -43,6 +43,11 @@ struct RowFactor {
     }
 };
 
+// The logsumexp of Q less that of P of a row: the difference of their largest z, its rounding error, and all else.
+struct Difference {
+    double delta, error, rest;
+};
+
 PCE_FUNCTION float gradient_of(const RowFactor &row, const Exponential<float> &e) {
     int64_t n = e.n + row.exponent, near = clip(n, -125, 127);
     float value = sum32(row.high, fma32(row.high, e.t, row.low));

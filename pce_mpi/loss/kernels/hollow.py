@@ -64,11 +64,11 @@ def sums_of_equal(_: Array, values: Array) -> Array:
 
 
 def logsumexp_differences(held: Array, *_: Any) -> Array:
-    return hollow((2, len(held) // 2))
+    return hollow((len(held) // 2, 3))
 
 
 def divergence_sums(pair: Any, _: bool) -> Array:
-    return hollow((len(pair.delta), 6), np.uint64)
+    return hollow((len(pair.difference), 6), np.uint64)
 
 
 def row_divergences(words: Array, _: bool) -> Array:

@@ -44,16 +44,16 @@ inline double number_of(Half v) {
     return from_bits((u >= 0x0f800000 ? u | 0x7f800000 : b) | (v.bits & 0x8000u) << 16);
 }
 
-// A number rounded to float32, and then to T.
+// A number rounded once to T.
 template <class T> T of_number(double v);
 template <> inline float of_number<float>(double v) { return float(v); }
 template <> inline double of_number<double>(double v) { return v; }
 template <> inline BFloat of_number<BFloat>(double v) {
-    uint32_t b = bits(float(v));
+    uint32_t b = bits(float(cut_for_half(v)));
     return {uint16_t((b + 0x7fff + (b >> 16 & 1)) >> 16)};
 }
 template <> inline Half of_number<Half>(double v) {
-    uint32_t b = bits(float(v)), sign = b >> 16 & 0x8000;
+    uint32_t b = bits(float(cut_for_half(v))), sign = b >> 16 & 0x8000;
     b &= 0x7fffffff;
     uint32_t subnormal = bits(from_bits(b) + 0.5f) - 0x3f000000, normal = (b + 0xc8000fff + (b >> 13 & 1)) >> 13;
     uint32_t h = b < 0x38800000 ? subnormal : b < 0x47800000 ? normal : b > 0x7f800000 ? 0x7e00 : 0x7c00;
@@ -102,7 +102,8 @@ struct Divergence {
     const double *weight;              // absent
     double kept, share;                // unused
     const RowGradient *p_rows, *q_rows;
-    const double *delta, *rest, *slope, *less;  // the last two, and `valid`, of a gradient
+    const Difference *differences;
+    const double *slope, *less;  // of a gradient, as is `valid`
     const bool *valid;
     uint64_t *sums;
     int of;  // `GradientOf`, or whether the sums are those of Jensen-Shannon

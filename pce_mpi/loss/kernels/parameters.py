@@ -50,23 +50,22 @@ class Pair(NamedTuple):
     """Two distributions P and Q over the same classes.
 
     `p` and `q` are logits, (outer, classes, inner); `p_rows` and `q_rows` have the columns of `ROW_GRADIENT` from which
-    the softmax is written. `delta` + `rest`, each (rows,), is the logsumexp of Q less that of P: the difference of
-    their largest z, and all else. In rows whose `delta` is not finite nothing has a meaning. `single` if results are in
-    float32: then polynomials have fewer terms.
+    the softmax is written. `difference`, (rows, 3), adds up to the logsumexp of Q less that of P: the difference of
+    their largest z, its rounding error, and all else. In rows where the first is not finite nothing has a meaning.
+    `single` if results are in float32: then polynomials have fewer terms.
     """
 
     p: Array
     q: Array
     p_rows: Array
     q_rows: Array
-    delta: Array
-    rest: Array
+    difference: Array
     transform: Transform
     single: bool = False
 
     def swapped(self) -> Pair:
         """Return the pair of Q and P."""
-        return Pair(self.q, self.p, self.q_rows, self.p_rows, -self.delta, -self.rest, self.transform, self.single)
+        return Pair(self.q, self.p, self.q_rows, self.p_rows, -self.difference, self.transform, self.single)
 
 
 class GradientOf(IntEnum):

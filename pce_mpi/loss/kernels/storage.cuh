@@ -157,15 +157,14 @@ __device__ __forceinline__ double element(const void* array, int dtype, int64_t 
   return static_cast<const double*>(array)[index];
 }
 
-// Rounded to float32 first, if the dtype is no wider.
+// Rounded once.
 __device__ __forceinline__ void set_element(void* array, int dtype, int64_t index, double value) {
-  const float rounded = narrow(value);
   if (dtype == FLOAT16)
-    static_cast<float16*>(array)[index] = narrowed<float16>(rounded);
+    static_cast<float16*>(array)[index] = narrowed<float16>(narrow(cut_for_half(value)));
   else if (dtype == BFLOAT16)
-    static_cast<bfloat16*>(array)[index] = narrowed<bfloat16>(rounded);
+    static_cast<bfloat16*>(array)[index] = narrowed<bfloat16>(narrow(cut_for_half(value)));
   else if (dtype == FLOAT32)
-    static_cast<float*>(array)[index] = rounded;
+    static_cast<float*>(array)[index] = narrow(value);
   else
     static_cast<double*>(array)[index] = value;
 }

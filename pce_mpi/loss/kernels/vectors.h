@@ -321,13 +321,14 @@ template <class T, class Vector> static inline void store_up_to(T *p, Vector v, 
     count >= lanes ? store(p, v) : store_bytes_of(p, count, rounded(v, p));
 }
 
-// Up to LANES numbers as float64, and back: to float32 first, as all numbers are but float64.
+// Up to LANES numbers as float64.
 template <class T> static inline void load_wide(const T *p, long count, Doubles wide[2]) {
     if constexpr (sizeof(T) == 8)
         for (int k = 0; k < 2; k++) wide[k] = load_up_to(p + k * LANES / 2, count - k * LANES / 2);
     else
         widen(load_up_to(p, count), wide);
 }
+// Up to LANES numbers, rounded to float32 first, but for float64.
 template <class T> static inline void store_narrow(T *p, long count, const Doubles wide[2]) {
     if constexpr (sizeof(T) == 8) {
         for (int k = 0; k < 2; k++) store_up_to(p + k * LANES / 2, wide[k], count - k * LANES / 2);
@@ -336,12 +337,18 @@ template <class T> static inline void store_narrow(T *p, long count, const Doubl
     }
 }
 
-// Copy numbers that are rounded to float32 on the way, unless both are float64.
+static inline Doubles cut_for_half(Doubles v) {
+    return (Doubles)(((Longs)v | (((Longs)v & CUT_OFF) + CUT_OFF)) & ~CUT_OFF);
+}
+
+// Copy numbers, rounded once.
 template <class To, class From> static void convert(To *to, const From *from, long count) {
     for (long i = 0; i < count; i += LANES) {
         if constexpr (sizeof(To) == 8 || sizeof(From) == 8) {
             Doubles wide[2];
             load_wide(from + i, count - i, wide);
+            for (Doubles &each : wide)
+                if (sizeof(To) == 2) each = cut_for_half(each);
             store_narrow(to + i, count - i, wide);
         } else {
             store_up_to(to + i, load_up_to(from + i, count - i), count - i);
