@@ -84,6 +84,9 @@ def problem_of(seed, kind, name=None, dtype=None, transform=None):
     weights = ClassWeights()
     if name in ("weighted", "smoothed", "probabilities") and rng.random() < 0.6:
         weights = ClassWeights(rng.random(classes) * 10.0 ** rng.integers(-20, 3))
+        if rng.random() < 0.3 and kind != "special":  # see test_definition.py
+            few = [0.9, 0.05, 0.03, 0.01, 0.005, 0.005]
+            weights.weight[...] *= rng.choice([1.0, -1.0, 0.0, np.inf, -np.inf, np.nan], classes, p=few)
     if name == "probabilities":
         probabilities = rng.random((ROWS, classes, 1)).astype(DTYPES[rng.integers(4)])
         if rng.random() < 0.3:  # those of one class: many classes with weight 0

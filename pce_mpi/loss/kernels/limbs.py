@@ -132,7 +132,7 @@ def sum_of_numbers(numbers: Array) -> Sums:
 def of_kinds(sums: Sums, numbers: Array) -> Sums:
     """Return sums which have the kind of `numbers`, (rows, classes), as their grid where these are not all finite."""
     plus, minus, nan = (each.any(axis=1) for each in (numbers == np.inf, numbers == -np.inf, np.isnan(numbers)))
-    strange = plus | minus | nan
+    strange: Array = np.any([plus, minus, nan], axis=0)
     kinds = np.where(nan | (plus & minus), NOT_A_NUMBER, np.where(plus, INFINITE, MINUS_INFINITE))
     return Sums(np.where(strange, kinds, sums.grids), np.where(strange[:, None], u64(0), sums.limbs))
 
