@@ -70,10 +70,9 @@ template <class Arithmetic>
 PCE_FUNCTION typename Arithmetic::Number gradient_of(double x, double u, const RowFactor &row, const Call &call,
                                                      double more = 0.0) {
     typename Arithmetic::Number value;
-    if (x == -infinity() || (row.huge && x != row.top))
-        assign(value, row.factor * 0.0);
-    else if (!finite(row.factor))
-        assign(value, row.factor);
+    const bool counts = x != -infinity() && (!row.huge || x == row.top);
+    if (!counts || !finite(row.factor))
+        assign(value, row.factor * (counts ? 1.0 : 0.0));
     else
         value = gradient_of(row, exponential<Arithmetic>(x, call.transform));
     double result = number_of(value);
