@@ -192,7 +192,7 @@ def train(model, features, labels, args):
                 loss, top1, top5 = model.validate(features, labels)
                 curves["validation"].append((step + 1, loss))
                 if here:
-                    tqdm.write(f"step {step + 1:5}: loss {loss:.4f}, top-1 {top1:.1%}, top-5 {top5:.1%}")
+                    tqdm.write(f"step {step + 1:5}: validation loss {loss:.4f}, top-1 {top1:.1%}, top-5 {top5:.1%}")
                 if args.save:
                     model.save(args.save, step + 1)
     return curves

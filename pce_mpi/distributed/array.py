@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from pce_mpi.arrays import REAL, array_namespace, is_floating, is_real
+from pce_mpi.arrays import REAL, array_namespace, is_floating, is_real, to_host
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.pictures import array_size, draw_array
 from pce_mpi.distributed.placements import Partial, Placement
 from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.hollow import enter
+from pce_mpi.gpu import check_on_current_gpu
+from pce_mpi.hollow import Hollow, enter
 from pce_mpi.pictures import new_figure, svg_or_none
 
 if TYPE_CHECKING:
@@ -31,6 +32,35 @@ Operator = Callable[["DistArray", Any], "DistArray"]
 
 #: the operations on distributed arrays by name; `ops`, a wing below this one, enters them
 OPERATIONS: dict[str, Callable[..., Any]] = {}
+
+
+# An array of so many axes that more than this would be shown is not shown.
+_MOST_SHOWN = 10_000
+
+
+def described(value: Any) -> str:
+    """Return the text of a value for an error: of a distributed array without numbers, as those are this rank's own."""
+    return value._text(None) if isinstance(value, DistArray) else repr(value)
+
+
+def _numbers_in(local: Array, prefix: str) -> str:
+    """Return the numbers of an array as NumPy abbreviates them, or nothing; a GPU gives those alone that are shown."""
+    options = np.get_printoptions()
+    threshold, edge = options["threshold"], options["edgeitems"]
+    try:
+        check_on_current_gpu({"local": local})
+    except ValueError:
+        return ""
+    if isinstance(local, Hollow):
+        return ""
+    if local.ndim and local.size > threshold:
+        ends = [(*range(min(n, edge)), *range(max(edge, n - edge - 1), n)) for n in local.shape]  # NumPy leaves one out
+        if math.prod(map(len, ends)) > _MOST_SHOWN:
+            return ""
+        xp, axes = array_namespace(local), range(local.ndim)
+        local = local[tuple(xp.asarray(ends[axis]).reshape(-1, *[1] * (local.ndim - 1 - axis)) for axis in axes)]
+        threshold = 0
+    return np.array2string(to_host(local), separator=", ", prefix=prefix, threshold=threshold)
 
 
 def operation(function: Function) -> Function:
@@ -55,7 +85,8 @@ class DistArray:
     """A global array that the ranks of a mesh hold together; `distribute` and `from_local` make one.
 
     Operators and functions work on the global array and never change one in place; `==` compares elements. Every rank
-    of the mesh calls them, as it calls `full`, `item` and `float`.
+    of the mesh calls them, as it calls `full`, `item` and `float`. `print` shows what this rank holds, and sends
+    nothing: all numbers, a block as `local=`, or a term of a Partial array as `term=`.
 
     Attributes
     ----------
@@ -278,8 +309,16 @@ class DistArray:
         draw_array(figure, self.sharding, f"{self.shape} of {self.dtype}")
 
     def __repr__(self) -> str:
+        """Show the numbers that this rank holds, too: all of them, a block, or a term of a sum; sends nothing."""
+        whole = "" if self.local.shape == self.shape else "local="
+        return self._text("term=" if self.sharding.partial_dims else whole)
+
+    def _text(self, label: str | None) -> str:
+        """Return the facts of the array, after the numbers of this rank unless `label` is None."""
+        numbers = "" if label is None else _numbers_in(self.local, f"DistArray({label}")
+        shown = f"{label}{numbers}, " if numbers else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"DistArray(shape={self.shape}, dtype={self.dtype}, {self.sharding}{grad})"
+        return f"DistArray({shown}shape={self.shape}, dtype={self.dtype}, {self.sharding}{grad})"
 
     __add__, __radd__ = _operators("add")
     __sub__, __rsub__ = _operators("subtract")

@@ -12,7 +12,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, compute_dtype_of, to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.tracing import cause, phase
-from pce_mpi.distributed.array import DistArray, redistribute
+from pce_mpi.distributed.array import DistArray, described, redistribute
 from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Shard
@@ -357,7 +357,9 @@ class Optimizer(ABC):
                 raise TypeError(f"{key} must be a distributed array, got {type(array).__name__}")
             name = key.partition(".")[2]
             if array.mesh is not parameter.mesh or (array.sharding.partial_dims and name != "checksum"):
-                raise ValueError(f"{key} must be over the mesh of its parameter and not Partial, got {array!r}")
+                raise ValueError(
+                    f"{key} must be over the mesh of its parameter and not Partial, got {described(array)}"
+                )
             if (array.shape, array.dtype) != (shape, dtype):
                 raise ValueError(f"{key} must be {dtype} {shape}, got {array.dtype} {array.shape}")
             if name == "step":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import check_one_library, to_host
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, described
 
 # The number of elements that are updated at a time, few enough to stay in the cache.
 _BLOCK = 2**16
@@ -40,7 +40,9 @@ def in_groups(parameters: Any) -> list[dict[str, Any]]:
         return [{"params": tuple(given)}]
     for index, group in enumerate(given):
         if not isinstance(group, Mapping) or "params" not in group:
-            raise TypeError(f"a group of parameters must be a dict that has 'params', got {group!r} as number {index}")
+            raise TypeError(
+                f"a group of parameters must be a dict that has 'params', got {described(group)} as number {index}"
+            )
     return [{**group, "params": tuple(listed(group["params"]))} for group in given]
 
 
@@ -53,9 +55,11 @@ def check_parameters(parameters: Sequence[Any]) -> None:
         if not isinstance(parameter, DistArray):
             raise TypeError(f"{what} must be a distributed array, got {type(parameter).__name__}")
         if not (parameter.is_leaf and parameter.requires_grad):
-            raise ValueError(f"{what} must be an array that was made with requires_grad=True, got {parameter!r}")
+            raise ValueError(
+                f"{what} must be an array that was made with requires_grad=True, got {described(parameter)}"
+            )
         if parameter.sharding.partial_dims:
-            raise ValueError(f"{what} must not be Partial, got {parameter!r}")
+            raise ValueError(f"{what} must not be Partial, got {described(parameter)}")
         if id(parameter) in seen:
             raise ValueError(f"{what} is the same array as parameters[{seen[id(parameter)]}]")
         seen[id(parameter)] = index

@@ -11,7 +11,7 @@ from jobs.launch import launch
 PROGRAM = "examples/classifier.py"
 SIZES = ["--classes=11", "--hidden=9", "--batch=50", "--chunk=17", "--steps=20", "--every=5", "--validation=100"]
 SIZES += ["--rate=0.1"]
-RESULT = r"^step +(\d+): loss (\d+\.\d+), top-1 (\d+\.\d)%, top-5 (\d+\.\d)%$"
+RESULT = r"^step +(\d+): validation loss (\d+\.\d+), top-1 (\d+\.\d)%, top-5 (\d+\.\d)%$"
 
 
 @pytest.fixture(scope="module")

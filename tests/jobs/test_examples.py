@@ -451,7 +451,6 @@ COMPLAINTS = [
     (TRANSFORMER, "--width=24 --heads=7", "a width of 24 is no multiple of 7 heads"),
     (CLASSIFIER, "--features=README.md", "--features and --labels belong together"),
     (CLASSIFIER, "--validation=20000", "20000 rows leave none to train on beside 20000 for validation"),
-    (FIRST_DIFFERENCE, "--model=0", "argument --model: invalid choice: 0"),
     (FIRST_DIFFERENCE, "--axes=xyz", "argument --axes: invalid choice: 'xyz'"),
     (TRANSFORMER, "--max-files=3 --length=10000000", "a length of 10000000 is too long for "),
 ]

@@ -467,8 +467,54 @@ def test_array_attributes_communicate_nothing(comm, grid):
         texts = [repr(x), str(x)] if comm.rank == 0 else []  # on one rank only
         x.shape, x.ndim, x.size, x.dtype, x.placements, x.detach(), x.is_leaf, len(x)
     assert trace.events == []
-    expected = "DistArray(shape=(7, 5), dtype=float32, data: Shard(0), model: Partial('sum'), requires_grad=True)"
-    assert texts in ([], [expected] * 2)
+    facts = "shape=(7, 5), dtype=float32, data: Shard(0), model: Partial('sum'), requires_grad=True)"
+    term = np.array2string(x.local, separator=", ", prefix="DistArray(term=")
+    assert texts in ([], [f"DistArray(term={term}, {facts}"] * 2)
+
+
+def as_numpy(array, label):
+    """The numbers of an array as NumPy shows them after these words."""
+    return f"DistArray({label}" + np.array2string(np.asarray(array), separator=", ", prefix=f"DistArray({label}") + ", "
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16, np.int64, np.bool_])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (40, 50), (1001,), (7, 6, 200), (3, 2, 4, 5, 1, 2, 11)])
+def test_repr_shows_numbers_that_rank_holds(comm, mesh, shape, dtype):
+    whole = np.random.default_rng(0).integers(-99, 99, shape).astype(dtype)
+    x = distribute(whole, mesh)
+    assert repr(x) == str(x) == as_numpy(whole, "") + f"shape={shape}, dtype={x.dtype}, {x.sharding})"
+    if shape:
+        x = distribute(whole, mesh, **dict.fromkeys(mesh.dims, Shard(0)))
+        assert repr(x).startswith(as_numpy(x.local, "" if x.local.shape == shape else "local="))
+
+
+def test_repr_follows_print_options_and_stays_short(mesh):
+    x = distribute(np.arange(24.0).reshape(4, 6) / 7, mesh)
+    with np.printoptions(precision=2, threshold=5, edgeitems=1):
+        assert repr(x).startswith(as_numpy(x.local, ""))
+        assert "..." in repr(x)
+    # Of neither is all formatted: 8 GiB behind one number, and an array whose every axis NumPy shows whole.
+    assert len(repr(DistArray(np.broadcast_to(1.0, (2**15, 2**15)), mesh, distribute(0.0, mesh).sharding))) < 1000
+    assert repr(distribute(np.zeros((2,) * 16, np.bool_), mesh)).startswith("DistArray(shape=(2, 2, ")
+
+
+def test_repr_of_hollow_array_has_no_numbers():
+    x = distribute(np.ones(3), pce.Mesh.without_ranks(data=2))
+    assert repr(x) == "DistArray(shape=(3,), dtype=float64, data: Replicate())"
+
+
+def test_repr_copies_from_gpu_what_it_shows(mesh, cupy, monkeypatch):
+    whole = np.arange(5000.0).reshape(50, 100)
+    x, sizes, right = DistArray(cupy.asarray(whole), mesh, distribute(whole, mesh).sharding), [], cupy.asnumpy
+    monkeypatch.setattr(cupy, "asnumpy", lambda array, *more: (sizes.append(array.size), right(array, *more))[1])
+    assert repr(x).startswith(as_numpy(whole, ""))
+    assert sizes == [49]
+
+
+def test_errors_describe_arrays_without_numbers(mesh):
+    x = distribute(np.arange(3.0), mesh)
+    with pytest.raises(ValueError, match=r"got DistArray\(shape=\(3,\), dtype=float64, "):
+        pce.SGD([x], lr=1.0)
 
 
 def test_placements_of_array_may_be_changed(mesh):
