@@ -108,7 +108,12 @@ def test_program_in_cpp_says_what_it_cannot_use(program, tmp_path):
     folder = tmp_path / "plain"
     folder.mkdir()
     content = program[1][0].read_bytes()
-    files = {"empty": b"", "text": b"no vector\n" * 9, "cut": content[: len(content) // 2], "long-header": b"\xff" * 8 + content[8:]}
+    files = {
+        "empty": b"",
+        "text": b"no vector\n" * 9,
+        "cut": content[: len(content) // 2],
+        "long-header": b"\xff" * 8 + content[8:],
+    }
     for name, each in files.items():
         (folder / name).write_bytes(each)
     no_vector = "is no vector of float32/plain: loss.cpp begins with how to write them"
