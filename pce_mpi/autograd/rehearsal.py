@@ -1,4 +1,4 @@
-"""Rehearse a program: run it on hollow arrays, for a mesh of any size, and note what it would send and keep."""
+"""Rehearse a program: run it on hollow arrays, for a large mesh, and note what it would send and keep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rehearse(
     *,
     links: Mapping[str, tuple[float, float]] | None = None,
 ) -> Rehearsal:
-    """Run a program without ranks, data or MPI, and return what it would send and keep on a mesh of any size.
+    """Run a program without ranks, data or MPI, and return what it would send and keep on a large mesh.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""rehearse: show what a program would send and keep on a mesh of any size, without ranks or data."""
+"""rehearse: show what a program would send and keep on a large mesh, without ranks or data."""
 
 from __future__ import annotations
 
