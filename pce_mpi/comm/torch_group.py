@@ -170,8 +170,8 @@ def _let_torch_end() -> None:
 
 def is_process_group(value: Any) -> bool:
     """Return whether `value` is a process group of torch."""
-    kind = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", None)
-    return kind is not None and isinstance(value, kind)
+    kind: Any = getattr(sys.modules.get("torch.distributed"), "ProcessGroup", ())
+    return isinstance(value, kind)
 
 
 def groups_wrapped(options: Mapping[str, Any]) -> Mapping[str, Any]:
