@@ -8,6 +8,7 @@ from dataclasses import replace
 import shlex
 
 from pce_mpi.conformance.cases import fits
+from pce_mpi.conformance.causes import agree
 from pce_mpi.conformance.following import Display, Launch, Run
 from pce_mpi.conformance.launcher import Job
 from pce_mpi.conformance.launching import LaunchError, most_ranks
@@ -50,6 +51,7 @@ def run_cases(
         if interrupted:
             break
     _compare_with_known(outcomes, known)
+    agree(outcomes)
     for outcome in outcomes:
         if outcome.failed:
             outcome.rerun = rerun_command(orders, timeout, outcome)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.kinds.factors import factors
+from pce_mpi.conformance.outcomes import Fault
 from pce_mpi.conformance.places import inexact_and_rounded, place_of_gradient, place_of_loss, rounded_to
 from pce_mpi.conformance.problems import Array, Kind, Problem
-from pce_mpi.conformance.textbook import Answer, Given, Textbook
+from pce_mpi.conformance.products import Product
+from pce_mpi.conformance.textbook import Answer, Faults, Given, Textbook
 from pce_mpi.conformance.units import coarsest, finest
 
 # An answer is that of a fault if it is this much closer to it than to the truth, one number alone so much more ...
@@ -27,13 +31,21 @@ _FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
 MANY = 9 * 2**18
 
 
-def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses: Any, wrong_dlogits: Any) -> str | None:
-    """Explain an answer in one line; None if it is right, or if only its numbers are known.
+def explain(
+    problem: Problem,
+    losses: Sequence[Any],
+    dlogits: Any,
+    wrong_losses: Any,
+    wrong_dlogits: Any,
+    products: Sequence[Product] = (),
+) -> list[Fault]:
+    """Explain an answer by one fault, or by one of each quantity; [] if it is right, or if only its numbers are known.
 
     losses          of each rank, shaped as the loss
     dlogits         the concatenated gradients of all ranks, shaped as the logits; None: the loss alone
     wrong_losses    (ranks, *shape of the loss), the losses that do not pass
     wrong_dlogits   shaped as the logits, the entries of the gradient that do not pass
+    products        the gradients of the factors of the logits, in place of theirs
     """
     declared, problem = problem.kind, problem.over_support
     if declared.negates is not None:
@@ -46,34 +58,86 @@ def explain(problem: Problem, losses: Sequence[Any], dlogits: Any, wrong_losses:
         if dlogits is not None:
             quantities.append(_of_gradient(book, dlogits, wrong_dlogits))
         wrong = [quantity for quantity in quantities if quantity.wrong.any()]
+        of_products = [_of_product(problem, each, declared.negates is not None) for each in products]
+        faults = declared.faults if book.p.size <= MANY else lambda book: iter(())
+        if any(each.wrong.any() for each in of_products):
+            known = _explaining([*wrong, *of_products], chain(factors(book), faults(book)))
+            if (fitting := _fitting([*quantities, *of_products], known, lone=False)) and fitting.alike:
+                return [fitting]
         if not wrong:
-            return None
+            return []
         if meant := _another_kind(problem, declared, quantities):
-            return meant
-        known = list(declared.faults(book)) if book.p.size <= MANY else []
+            return [Fault([meant])]
+        multiples = _explaining(wrong, factors(book))
+        known = [*multiples, *_explaining(wrong, faults(book))]
         # An exact test comes before formulas: the same numbers may be close to another fault's.
-        texts = {
-            q.name: (rounded_to(*q.beside_truth) if q.got.any() and q.dtype == problem.dtype.name else None)
-            or declared.tell(book, q.name, q.got)
-            or (None if q.got.any() else _place(book, q))
-            for q in wrong
-        }
-        if not any(texts.values()) and (fitting := _fitting(quantities, known, lone=len(wrong) < 2)):
-            # Many faults give nan: one is told by the rows that have it, if at all.
-            told = len(set(fitting)) == 1 or not all(q.is_nan for q in wrong)
-            return fitting[0] if told else _of_both(book, wrong, texts)
+        found = {q.name: _by_exact_test(book, q) for q in wrong}
+        if not any(found.values()) and (fitting := _fitting(quantities, known, lone=len(wrong) < 2)):
+            # Many faults give nan or 0: one is told by the rows that have it, or by other cases.
+            if any(map(_is_zero, wrong)) or (len(fitting.causes) > 1 and all(q.is_nan for q in wrong)):
+                place = "; ".join(each.said for each in _of_each(book, wrong, found))
+                return [replace(fitting, alike=0, place=place)]
+            return [fitting]
         for q in wrong:
-            # A fault that does not explain what else is wrong fits roundings of halves by accident.
-            if (text := texts[q.name] or _factor(book, q)) or not (q.is_nan or (q.close >= _HALVES and len(wrong) > 1)):
-                texts[q.name] = text or next(iter(_fitting([q], known, lone=True)), None)
-        if len(set(texts.values())) == 1 and len(texts) == len(quantities) and None not in texts.values():
-            return next(iter(texts.values()))  # a fault with more than one form
+            if (fault := found[q.name]) is None:
+                found[q.name] = _by_formulas(book, q, known, multiples, alone=len(wrong) < 2)
+            elif _is_zero(q) and (more := _fitting([q], known, lone=True)):
+                found[q.name] = replace(fault, causes=[*fault.causes, *more.causes])
+        if len(found) == len(quantities) > 1 and (both := _in_all([found[q.name] for q in wrong])):
+            return [both]  # a fault with more than one form
         if len(wrong) > 1:
-            return _of_both(book, wrong, texts)
+            return _of_each(book, wrong, found)
         (only,) = wrong
-        if (fault := texts[only.name]) is None:
-            return _place(book, only)
-        return f"{fault}, in the {only.name} only" if len(quantities) > 1 and only.name not in fault else fault
+        if (fault := found[only.name]) is None:
+            return _at(_place(book, only))
+        if not fault.alike:
+            return [replace(fault, place=fault.place or _place(book, only) or "")]
+        alone = len(quantities) > 1 and only.name not in fault.said
+        return [replace(fault, form=f"{fault.form}, in the {only.name} only")] if alone else [fault]
+
+
+def _explaining(wrong: Sequence[_Quantity], faults: Faults) -> list[tuple[str, Answer]]:
+    """Return those that explain one of these quantities; the others are not kept in memory."""
+    return [each for each in faults if any(quantity.is_that_of(each[1]) for quantity in wrong)]
+
+
+def _by_exact_test(book: Textbook, q: _Quantity) -> Fault | None:
+    """Return what an exact test tells of a quantity."""
+    if q.got.any() and q.dtype == book.problem.dtype.name and (text := rounded_to(*q.beside_truth)):
+        return Fault([text])
+    if told := book.problem.kind.tell(book, q.name, q.got):
+        alike = told.alike if told.causes else 0
+        return Fault(list(told.causes), alike, "{}" + f": {told.effect}" * bool(told.effect), told.effect)
+    return None
+
+
+def _by_formulas(
+    book: Textbook, q: _Quantity, known: list[tuple[str, Answer]], multiples: list[tuple[str, Answer]], *, alone: bool
+) -> Fault | None:
+    """Return what formulas tell of one quantity; no cause that only another case can tell from others is told."""
+    if not _is_zero(q) and (fault := _fitting([q], multiples, lone=True) or _factor(book, q)):
+        return fault
+    fault = _fitting([q], known, lone=True)
+    if fault is None:
+        return None
+    # A fault that does not explain what else is wrong fits roundings of halves by accident.
+    accidental = q.close >= _HALVES and not alone
+    return replace(fault, alike=0) if accidental or q.is_nan or _is_zero(q) else fault
+
+
+def _is_zero(q: _Quantity) -> bool:
+    return not q.got.any()
+
+
+def _at(place: str | None) -> list[Fault]:
+    return [] if place is None else [Fault([], 0, place=place)]
+
+
+def _in_all(faults: Sequence[Fault | None]) -> Fault | None:
+    """Return a fault with the causes that all of these have, if there is one."""
+    causes = [fault.causes if fault and fault.alike else [] for fault in faults]
+    shared = [cause for cause in causes[0] if all(cause in each for each in causes)]
+    return Fault(shared) if shared else None
 
 
 def _another_kind(problem: Problem, declared: Kind, quantities: Sequence[_Quantity]) -> str | None:
@@ -99,7 +163,7 @@ class _Quantity:
     """The loss, (ranks, numbers), or the gradient, (rows, classes).
 
     `alone` are the numbers that are measured by their own size; others are measured by the largest of their row.
-    `dtype` is the one of their ulps.
+    `dtype` is the one of their ulps. A product of the gradient is made `of` that.
     """
 
     name: str
@@ -110,11 +174,17 @@ class _Quantity:
     close: float
     floor: Array | float  # smaller errors count as 0
     alone: Array
+    of: Callable[[Array], Array] = lambda gradient: gradient
 
     @property
     def is_nan(self) -> bool:
         """True if all that is wrong is nan."""
         return bool(np.isnan(self.got[self.wrong]).all())
+
+    @property
+    def is_one(self) -> bool:
+        """True if all numbers are equal, as those of a mean."""
+        return len(np.unique(self.got)) == 1
 
     @property
     def beside_truth(self) -> tuple[str, str, Array, Array, float]:
@@ -132,8 +202,8 @@ class _Quantity:
 
     def part(self, answer: Answer) -> Array:
         """Return this quantity of an answer."""
-        if self.name == "gradient":
-            return self.truth if answer.gradient is None else answer.gradient
+        if self.name != "loss":
+            return self.truth if answer.gradient is None else self.of(answer.gradient)
         if answer.losses is None:
             return self.truth
         rows = np.stack([loss.reshape(-1) for loss in answer.losses])
@@ -146,11 +216,14 @@ class _Quantity:
             return False
         if not self.wrong.any():
             return True
-        alone = len(np.unique(self.got)) == 1
         # Beside the floor, any two numbers near 0 are close, by coincidence.
-        if alone and self.name == "loss" and (np.abs(self.got - self.part(answer)) * _CLOSER > np.abs(self.got)).any():
+        if (
+            self.is_one
+            and self.name == "loss"
+            and (np.abs(self.got - self.part(answer)) * _CLOSER > np.abs(self.got)).any()
+        ):
             return False
-        return distance * (_ALONE if lone and alone else _CLOSER) <= self.distance(self.truth) > 0.0
+        return distance * (_ALONE if lone and self.is_one else _CLOSER) <= self.distance(self.truth) > 0.0
 
 
 def _sizes(values: Array, alone: Array) -> Array:
@@ -186,6 +259,20 @@ def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
     return _quantity("gradient", problem.dtype.name, got, truth, mask, problem.dtype, floor, alone)
 
 
+def _of_product(problem: Problem, product: Product, negated: bool) -> _Quantity:
+    sign = -1.0 if negated else 1.0
+
+    def flat(numbers: Array) -> Array:
+        return np.asarray(numbers.reshape(-1, numbers.shape[-1]))
+
+    got, mask, none = (
+        flat(each) for each in (sign * product.numbers, product.wrong, np.zeros(product.wrong.shape, np.bool_))
+    )
+    truth = flat(product.of(problem.row_major(problem.expected[1])))
+    found = _quantity("product", problem.dtype.name, got, truth, mask, problem.dtype, flat(product.slack), none)
+    return replace(found, of=lambda gradient: flat(product.of(gradient)))
+
+
 def _quantity(
     name: str, unit: str, got: Array, truth: Array, wrong: Array, dtype: Any, floor: Any, alone: Array
 ) -> _Quantity:
@@ -194,37 +281,45 @@ def _quantity(
     return _Quantity(name, unit, got, truth, wrong, close, floor, alone)
 
 
-def _fitting(quantities: list[_Quantity], known: list[tuple[str, Answer]], *, lone: bool) -> list[str]:
-    """Return the faults that explain all of these quantities, the closest first."""
-    found = [
-        (sum(q.distance(q.part(answer)) for q in quantities), text)
-        for text, answer in known
-        if all(q.is_that_of(answer, lone) for q in quantities)
-    ]
-    return [text for _, text in sorted(found, key=lambda each: each[0])]
+def _fitting(quantities: list[_Quantity], known: list[tuple[str, Answer]], *, lone: bool) -> Fault | None:
+    """Return a fault with the causes that explain all of these quantities."""
+    found: dict[str, float] = {}
+    for text, answer in known:
+        if all(q.is_that_of(answer, lone) for q in quantities):
+            distance = sum(q.distance(q.part(answer)) for q in quantities)
+            found[text] = min(distance, found.get(text, distance))
+    if not found:
+        return None
+    causes = sorted(found, key=lambda text: found[text])
+    least = found[causes[0]]
+    alike = sum(bool(np.isclose(each, least, rtol=1e-6, atol=1e-12)) for each in found.values())
+    # One number in half precision is near that of some fault by accident.
+    (first, *more) = [q for q in quantities if q.wrong.any()]
+    return Fault(causes, 0 if lone and not more and first.is_one and first.close >= _HALVES else alike)
 
 
-def _of_both(book: Textbook, wrong: list[_Quantity], faults: dict[str, str | None]) -> str | None:
+def _of_each(book: Textbook, wrong: list[_Quantity], found: dict[str, Fault | None]) -> list[Fault]:
     """Explain loss and gradient, each wrong in its own way."""
-    said, unknown = [], []
+    said, unknown = list[Fault](), list[Fault]()
     for quantity in wrong:
-        fault, name = faults[quantity.name], quantity.name
-        if fault is not None:
-            said.append(
-                fault if name in fault or (name == "loss" and None in faults.values()) else f"in the {name}: {fault}"
-            )
-        elif (place := _place(book, quantity)) is not None:
-            said.append(place)
-        elif any(faults.values()):
-            unknown.append(f"the {name} is wrong too")
-    return "; ".join(said + unknown) or None
+        fault, name = found[quantity.name] or Fault([], 0), quantity.name
+        if fault.alike or fault.place:
+            plain = name in fault.said or (name == "loss" and None in found.values())
+            said.append(fault if plain else replace(fault, form=f"in the {name}: {fault.form}"))
+        elif place := _place(book, quantity):
+            said.append(replace(fault, place=place))
+        elif fault.causes or any(each and each.said for each in found.values()):
+            unknown.append(replace(fault, place=f"the {name} is wrong too"))
+    return said + unknown
 
 
-def _factor(book: Textbook, q: _Quantity) -> str | None:
+def _factor(book: Textbook, q: _Quantity) -> Fault | None:
     """Return the place of errors that are one factor on all numbers."""
     largest = np.unravel_index(np.argmax(np.abs(np.where(np.isfinite(q.truth), q.truth, 0.0))), q.truth.shape)
     factor = q.got[largest] / q.truth[largest]
-    return _place(book, q) if abs(factor - 1.0) > 0.01 and q.distance(factor * q.truth) <= q.close else None
+    if not abs(factor - 1.0) > 0.01 or q.distance(factor * q.truth) > q.close:
+        return None
+    return next(iter(_at(_place(book, q))), None)
 
 
 def _place(book: Textbook, q: _Quantity) -> str | None:

@@ -95,15 +95,19 @@ def judge(
     gradients = Gradients(problem, shards, tolerance) if shards else None
     differing, wrong = losses.differing(), losses.findings() + (gradients.findings() if gradients else [])
     products = of_products(problem, [answer.products for answer in answers], tolerance)
+    of_factors = [found for each in products for found in each.findings()]
     if not wrong and (text := problem.kind.beside(problem, answers)):
         wrong = [Finding("loss", text)]
-    elif wrong:
+    elif wrong or of_factors:
         # Gathered logits have a gradient on each rank, which no model of a fault has.
         whole = None if problem.gathered else gradients
-        text = explain(problem, losses.losses, whole and whole.array, losses.wrong, whole and whole.wrong)
-        if text is not None:
-            named = differing[0] if differing and losses.wrong.any() else wrong[0]
-            named.text = f"{text.replace('the loss', f'the {problem.kind.noun}')} ({named.text})"
+        real = [] if problem.operands is None or problem.operands.with_identity else products
+        faults = explain(problem, losses.losses, whole and whole.array, losses.wrong, whole and whole.wrong, real)
+        if faults:
+            named = (differing * bool(losses.wrong.any()) + wrong + of_factors)[0]
+            named.faults = [fault.of(problem.kind.noun) for fault in faults]
+            said = "; ".join(fault.said for fault in named.faults)
+            named.text = f"{said} ({named.text})" if said else named.text
     for finding in differing:
         said = f"{':' * bool(wrong)} {finding.text}" if finding.cause else f" ({finding.text})"
         finding.text = f"the ranks' {problem.kind.plural} differ{said}"
@@ -117,7 +121,7 @@ def judge(
         ]
         bits = other_bits(problem, [each.loss for each in given], parts, on_one_rank.loss, on_one_rank.dlogits)
     return Judgement(
-        findings=differing + wrong + [found for each in products for found in each.findings()] + bits,
+        findings=differing + wrong + of_factors + bits,
         accuracies=[found for each in (losses, gradients, *products) if each for found in each.accuracies()],
         picture=gradients.picture() if gradients and gradients.wrong.any() else None,
         form=form,

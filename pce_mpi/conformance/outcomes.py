@@ -82,15 +82,45 @@ class Accuracy:
 
 
 @dataclass
+class Fault:
+    """A fault of an answer by its causes: each of them gives the numbers that were seen.
+
+    causes  the closest first; the choice among them is that of `causes.agree`
+    alike   so many of the first are told, as they give equal numbers; 0: none is told by this case alone
+    form    the sentence, with "{}" for the cause
+    place   the sentence where no cause is told
+    """
+
+    causes: list[str]
+    alike: int = 1
+    form: str = "{}"
+    place: str = ""
+
+    @property
+    def said(self) -> str:
+        """The words of the finding."""
+        return self.form.replace("{}", ", or ".join(self.causes[: self.alike])) if self.alike else self.place
+
+    def of(self, noun: str) -> Fault:
+        """Return the fault in the words of a kind of candidates."""
+        *causes, form, place = (
+            text.replace("the loss", f"the {noun}") for text in (*self.causes, self.form, self.place)
+        )
+        return Fault(causes, self.alike, form, place)
+
+
+@dataclass
 class Finding:
     """One fault of an answer.
 
-    kind  A few words, always the same for the same fault
-    text  one line that describes it, or what a process printed; bounded
+    kind    A few words, always the same for the same fault
+    text    one line that describes it, or what a process printed; bounded
+    faults  what explains wrong numbers: one fault, or one of the loss and one of the gradient
     """
 
     kind: str
     text: str
+    faults: list[Fault] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.text = bounded(self.text, _MOST_TEXT)
@@ -103,8 +133,13 @@ class Finding:
 
     @property
     def likeness(self) -> str:
-        """The cause with "#" for every number: the same for the same fault at another shape."""
-        return _NUMBERS.sub("#", _WHICH.sub("", self.cause)).removesuffix("; the gradient is wrong too")
+        """The cause with "#" for every number."""
+        return likeness(_WHICH.sub("", self.cause))
+
+
+def likeness(cause: str) -> str:
+    """Return the cause with "#" for every number: the same for the same fault at another shape."""
+    return _NUMBERS.sub("#", cause)
 
 
 def together(findings: Sequence[Sequence[Finding]]) -> list[Finding]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 import math
 import re
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,14 @@ Memory = Literal["C", "F", "strided", "padded", "expanded"]
 
 # The gradients of the factors of logits.
 PRODUCTS = ("dhidden", "dw", "dbias")
+
+
+class Told(NamedTuple):
+    """An explanation of numbers: the causes that give them, what these do, and how many of the first are told."""
+
+    causes: tuple[str, ...]
+    effect: str = ""
+    alike: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +69,7 @@ class Kind:
     arrays: tuple[str, ...] = ("logits", "targets")
     facts: tuple[str, ...] = ("class_start", "num_classes")
     negates: Kind | None = None
-    tell: Callable[[Any, str, Array], str | None] = lambda book, name, got: None
+    tell: Callable[[Any, str, Array], Told | None] = lambda book, name, got: None
     beside: Callable[[Problem, Sequence[Any]], str | None] = lambda problem, answers: None
     fitted: Callable[[Problem, int], Problem] = lambda problem, seed: problem
     shared_cases: bool = True

@@ -8,7 +8,7 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.comparing import Compared, errors_in
-from pce_mpi.conformance.outcomes import Accuracy, Finding
+from pce_mpi.conformance.outcomes import Accuracy, Fault, Finding
 from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.texts import meant
 from pce_mpi.conformance.units import Tolerance, Units, allowed, ulp
@@ -76,6 +76,26 @@ class Product(Compared):
             return operands.hidden.T.astype(np.float64), of_logits
         return np.ones((1, len(of_logits))), of_logits
 
+    def of(self, gradient: Array) -> Array:
+        """Return the product that a gradient of the logits, (rows, classes), gives; on all ranks the same."""
+        a, b = self._factors(gradient)
+        return np.broadcast_to(a @ b, self.numbers.shape)
+
+    @property
+    def numbers(self) -> Array:
+        """The numbers that were given: of each rank, or their sum where that is meant."""
+        return self._got
+
+    @property
+    def wrong(self) -> Array:
+        """The numbers that do not pass."""
+        return self._errors > self._allowed
+
+    @property
+    def slack(self) -> Array:
+        """The errors that pass."""
+        return self._allowed * self._unit
+
     def accuracies(self) -> list[Accuracy]:
         """Return the worst error of a real product: sums of other cases may cancel as no head's do."""
         operands = self._problem.operands
@@ -92,7 +112,7 @@ class Product(Compared):
     def _finding(self, quantity: str, worst: tuple[int, ...]) -> Finding:
         finding = super()._finding(quantity, worst)
         if text := self._fault():
-            finding.text = f"{text} ({finding.text})"
+            finding.text, finding.faults = f"{text} ({finding.text})", [Fault([text])]
         return finding
 
     def _fault(self) -> str | None:
@@ -102,6 +122,12 @@ class Product(Compared):
             return self._narrow_sum()
         if self._name != "dhidden" or ranks == 1:
             return None
+        for times, text in (
+            (float(ranks), f"{ranks} times too large: it is summed over the ranks once more"),
+            (1.0 / ranks, f"{ranks} times too small: it is divided by the number of ranks"),
+        ):
+            if len(self._got) > 1 and self._is(times * self._exact, times):
+                return f"dhidden is {text}"
         if len(self._got) == 1:
             text = (
                 f"dhidden is {ranks} times too large: each rank has the sum over all ranks; {meant(dhidden='summed')}"
@@ -126,5 +152,5 @@ class Product(Compared):
                 return f"dw is added up in {sums.dtype}, in steps of {rows} row{'s' * (rows > 1)}"
         return None
 
-    def _is(self, numbers: Array) -> bool:
-        return bool((np.abs(self._each - numbers) <= self._allowed * self._unit).all())
+    def _is(self, numbers: Array, times: float = 1.0) -> bool:
+        return bool((np.abs(self._each - numbers) <= times * self.slack).all())

@@ -286,7 +286,7 @@ def settle(
                 outcome.findings = [each for each in outcome.findings if each.kind not in of_numbers]
                 outcome.accuracies, outcome.picture = [], None
             if case.needs.num_classes and outcome.findings:
-                outcome.findings[0].text = f"{_GATHERED} ({outcome.findings[0].text})"
+                outcome.findings[0] = Finding(outcome.findings[0].kind, f"{_GATHERED} ({outcome.findings[0].text})")
         # Before the numbers only in cases about memory, and where numbers follow: a gradient that is overwritten.
         found = together([findings for _, findings in returned])
         first = [finding for finding in found if case.needs.keeps_logits or finding.kind == "overwritten"]
@@ -309,7 +309,7 @@ def _judge(
     judgement = judge(problem(which), joined, tolerance, on_one_rank.get(which))
     for finding in (judgement.form if form else []) + judgement.findings:
         text = f"{name}: {finding.text}" if name else finding.text
-        outcome.findings.append(Finding(finding.kind, text))
+        outcome.findings.append(replace(finding, text=text))
     outcome.picture = outcome.picture or judgement.picture
     by_quantity = {accuracy.quantity: accuracy for accuracy in outcome.accuracies}
     for accuracy in judgement.accuracies:

@@ -1,7 +1,8 @@
 """The loss and its gradient in pieces that can be replaced, to compute the answers that faults give.
 
-The kinds of candidates have the formulas of faults that projects have shipped, a function for each family. A candidate
-in `tests/candidates` has each of them; a fault that no project has shown has no place there.
+The kinds of candidates have the formulas of faults that projects have shipped, a function for each family, and
+`kinds.sharding` those of a first draft. A candidate in `tests/candidates` has each of them; a fault that nobody has
+shown has no place there.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Textbook:
         # If a fault has lost some of u, the logarithm of the sum still has the factor `total`.
         torn = self.total - self.u.sum(axis=-1)
         log_sum = self.nll.min(axis=-1, initial=np.inf)
-        loss = np.where(self.u == 0.0, 0.0, self.u * self.nll).sum(axis=-1) + self.z_loss * self.lse**2 + self.lost
+        loss = np.where(self.u == 0.0, 0.0, self.u * self.nll).sum(axis=-1) + self.lost
+        loss = loss + np.where(self.z_loss, self.z_loss * self.lse**2, 0.0)
         return np.where(self.valid, loss + np.where(np.abs(torn) < 1e-12, 0.0, torn * log_sum), 0.0)
 
     def loss(self) -> Array:
@@ -116,7 +118,8 @@ class Textbook:
 
     def gradient(self) -> Array:
         """Return the gradient, (rows, classes)."""
-        return self.gradient_of(self.p * (self.total + 2.0 * self.z_loss * self.lse)[:, None] - self.u)
+        more = np.where(self.z_loss, 2.0 * self.z_loss * self.lse, 0.0)
+        return self.gradient_of(self.p * (self.total + more)[:, None] - self.u)
 
     def gradient_of(self, dz: Array) -> Array:
         """Return the gradient, (rows, classes), for the gradient `dz` of the sum of the rows with respect to z."""

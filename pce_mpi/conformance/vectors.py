@@ -22,6 +22,7 @@ import numpy as np
 from pce_mpi.conformance import judging
 from pce_mpi.conformance.cases import Case, Expects
 from pce_mpi.conformance.catalogue import cases
+from pce_mpi.conformance.causes import agree
 from pce_mpi.conformance.fitting import problem_of
 from pce_mpi.conformance.judging import Answer
 from pce_mpi.conformance.kinds import KINDS
@@ -99,6 +100,7 @@ def judged(
     settings = Orders("", strict=strict, tolerance=tolerance).settings()
     command = [*KIT, "--vectors", str(folder), "--results", str(results), *settings]
     outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in entries]
+    agree(outcomes)
     for outcome in outcomes:
         outcome.rerun = shlex.join(command)
     return Report(

@@ -345,7 +345,7 @@ def test_cause_of_finding_has_no_numbers():
     (found,) = judge(problem, answers_of(problem, loss=np.nan), USUAL).findings
     assert found.text.startswith("the loss is wrong: nan (") and found.cause == "the loss is wrong: nan"
     found = judge(problem, answers_of(problem, exact[0] * 3, exact[1] * 3), USUAL).findings[0]
-    times = "is wrong: # times too large, the number of ranks"
+    times = "is # times too large: it is summed over the ranks once more"
     assert found.likeness == f"the loss {times}; the gradient {times}"
     assert Finding("gradient", f"second backward pass: {judged_numbers(problem)}").cause == ""
     (found,) = judge(problem, answers_of(problem), USUAL, one_rank(problem, gradient=exact[1] + noise)).findings

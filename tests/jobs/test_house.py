@@ -202,6 +202,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("catalogue"),
             room("plain"),
             room("outcomes"),
+            room("causes"),
             room("comparing"),
             room("products"),
             room("bits"),

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 
 from candidates.by_hand import ByHand, candidate as by_hand
-from candidates.wrong import calls, numbers, options, probabilities, rows, shapes_and_memory, shards, special_values
+from candidates.wrong import (
+    calls,
+    numbers,
+    options,
+    probabilities,
+    rows,
+    shapes_and_memory,
+    shards,
+    special_values,
+    textbook,
+)
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.loading import load
 from pce_mpi.conformance.offers import offer_of, offers
@@ -24,7 +34,7 @@ def subclasses(kind):
     return [each for below in kind.__subclasses__() for each in (below, *subclasses(below))]
 
 
-FAMILIES = [calls, numbers, options, probabilities, rows, shapes_and_memory, shards, special_values]
+FAMILIES = [calls, numbers, options, probabilities, rows, shapes_and_memory, shards, special_values, textbook]
 WRONG = {each.__name__: each for each in subclasses(ByHand)}
 
 CORRECT = [
@@ -75,7 +85,7 @@ SUBTLE = [
     Planted("ignored_rows_times_0", "nan/in-an-ignored-row", "the loss is wrong: nan"),
     Planted("zero_times_infinity", "masked-classes/every-third", "0 times the logit -inf"),
     # Shards
-    Planted("equal_shards_assumed", "uneven-shards/any", "loss is", ranks=3),
+    Planted("equal_shards_assumed", "uneven-shards/any", "which is right where all shards are equal; where", ranks=3),
     Planted("gathered_logits_counted_on_every_rank", "gathered-logits", "= log({ranks}), the number of ranks", ranks=2),
     Planted(
         "target_out_of_range_is_silent",
@@ -179,15 +189,21 @@ PLANTED = [
     Planted(
         "one_subtracted_on_every_shard",
         "targets-on-one-rank",
-        "at the first class of each shard only",
+        "taken for a class of this one: it is clamped, and not masked, in the gradient only",
         2,
     ),
     Planted(
         "gradient_reduced_twice",
         "reduction/mean",
-        "the gradient is wrong: {ranks} times too large, the number of ranks",
+        "the gradient is {ranks} times too large: it is summed over the ranks once more",
         2,
     ),
+    Planted("softmax_of_local_classes", "random-logits/float32", "its sum is never reduced over the ranks", 2),
+    Planted("sums_of_other_maxima", "random-logits/float32", "that are relative to maxima of their own", 2),
+    Planted("sums_of_other_maxima_afterwards", "logits-of-1000/float32", "relative to maxima of their own", 2),
+    Planted("logsumexps_added", "random-logits/float32", "the ranks' logsumexps are added", 2),
+    Planted("global_numbers_for_local", "random-logits/float32", "global class numbers are taken for numbers of", 2),
+    Planted("target_clamped_not_masked", "random-logits/float32", "it is clamped, and not masked", 2),
     Planted("loss_on_rank_0_alone", "same-on-every-rank", "the ranks' losses differ: the loss is wrong on rank", 2),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "loss is", 2),
     Planted("other_bits_on_other_ranks", "same-bits/float32", "the bits differ from one rank's (", ranks=2),

@@ -28,7 +28,7 @@ class Planted(NamedTuple):
 
 OWN = "each rank divides by its own count of valid tokens: a token of rank 1 counts 3 times one of rank 0"
 APART = "each rank divides each micro-batch by its own count of valid tokens: "
-APART_OR_1 = APART.replace(": ", ", and where there are none the gradient is 0, as with max(count, 1): ")
+OR_1 = "; where a count is 0, so is the gradient, as with max(count, 1)"
 OF_ALL_RANKS = "each micro-batch is divided by its count of valid tokens on all ranks: "
 NO_TOKEN = "the gradient of micro-batch {} of rank {}, which has no valid token, is nan, and so is that of the step"
 NO_LOSS = "the loss of micro-batch 0 is nan, where no token of it is valid"
@@ -44,15 +44,17 @@ PLANTED = [
     Planted(wrong.OwnCount, "empty-rank", NO_TOKEN.format(0, 0)),
     Planted(wrong.OwnCount, "empty-micro-batch", NO_TOKEN.format(1, 0)),
     Planted(wrong.OwnCount, "no-valid-token", NO_TOKEN.format(0, 0)),
-    Planted(wrong.OwnCountOr1, "empty-micro-batch", "and all together count 2/3 of what is due"),
-    Planted(wrong.OwnCountOr1, "empty-micro-batch", APART_OR_1),
+    Planted(wrong.OwnCountOr1, "empty-micro-batch", APART),
+    Planted(wrong.OwnCountOr1, "empty-micro-batch", "and all together count 2/3 of what is due" + OR_1),
     Planted(
         wrong.OwnCountOr1,
         "empty-rank",
-        APART_OR_1
-        + "a token of micro-batch 1 counts 3 times one of micro-batch 0, and all together count 1/2 of what is due",
-        APART_OR_1
-        + "a token of micro-batch 1 counts 3 times one of micro-batch 0, and all together count 2/3 of what is due",
+        APART
+        + "a token of micro-batch 1 counts 3 times one of micro-batch 0, and all together count 1/2 of what is due"
+        + OR_1,
+        APART
+        + "a token of micro-batch 1 counts 3 times one of micro-batch 0, and all together count 2/3 of what is due"
+        + OR_1,
     ),
     Planted(
         wrong.OwnCountOr1,

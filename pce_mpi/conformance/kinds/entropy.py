@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance.kinds import support
+from pce_mpi.conformance.kinds import sharding, support
 from pce_mpi.conformance.kinds.log_prob import exact_statistic
-from pce_mpi.conformance.problems import Array, Kind
+from pce_mpi.conformance.problems import Array, Kind, Told
 from pce_mpi.conformance.textbook import Faults, Given, Textbook, of_gradient
 from pce_mpi.conformance.units import has_dtype
 
@@ -28,6 +28,7 @@ def _sizes(book: Textbook) -> tuple[Array, Array, Array]:
 def _faults(b: Textbook) -> Faults:
     """verl, NeMo-RL; and parts of the entropy that stay on their ranks, as ms-swift's."""
     yield from support.faults(b)
+    yield from _of_other_softmaxes(b)
     of_class = np.where(b.p == 0.0, 0.0, b.p * b.nll)
     masked = (b.z == -np.inf).any(axis=-1)
     if masked.any():
@@ -56,15 +57,31 @@ def _faults(b: Textbook) -> Faults:
     )
 
 
-def _tell(b: Textbook, name: str, got: Array) -> str | None:
+def _of_other_softmaxes(b: Textbook) -> Faults:
+    """Entropies of softmaxes that no sum, or a wrong one, has gone into."""
+    shape, shards = b.problem.rows_shape, [b.in_shard(rank) for rank in range(b.problem.ranks)]
+    for text, books in sharding.softmaxes(b):
+        p = books[0].p
+        of_class = np.where(p == 0.0, 0.0, p * books[0].nll)
+        parts = np.stack([of_class[:, mine].sum(axis=-1) for mine in shards])
+        own = np.repeat(parts.T, np.diff(b.problem.splits), axis=-1)
+        whole = parts.sum(axis=0)
+        for losses in ((whole.reshape(shape),), tuple(part.reshape(shape) for part in parts)):
+            for less in (whole[:, None], own):
+                yield text, Given(losses, (of_class - p * less) * b.slope * b.g[:, None])
+
+
+def _tell(b: Textbook, name: str, got: Array) -> Told | None:
     """Name a gradient that is dropped (trl before #6625), or entropies that are differences of large numbers."""
     if name == "gradient" and not got.any():
-        return "the gradient of the entropy is dropped: it is 0 for all classes"
-    return _unshifted(b, name, got)
+        return Told(("the gradient of the entropy is dropped: it is 0 for all classes",))
+    if not _is_unshifted(b, name, got):
+        return None
+    return Told(("the entropy is logsumexp less the mean logit: an offset that all logits share costs its digits",))
 
 
-def _unshifted(b: Textbook, name: str, got: Array) -> str | None:
-    """Return, in a sentence, that entropies are differences of two large numbers; None if they are not.
+def _is_unshifted(b: Textbook, name: str, got: Array) -> bool:
+    """Return True if entropies, or their gradient, are differences of two large numbers.
 
     A difference of float32 numbers near 1e4 is a multiple of 2^-10, and so is the factor of each p in its gradient.
     """
@@ -73,7 +90,7 @@ def _unshifted(b: Textbook, name: str, got: Array) -> str | None:
     unit = np.spacing(np.minimum(np.abs(b.lse), np.abs(mean)).astype(wide)).astype(np.float64)
     half = b.problem.dtype.name if b.problem.dtype.itemsize == 2 else "bfloat16"
     if has_dtype(half) and np.array_equal(got, got.astype(dtype_named(half)), equal_nan=True):
-        return None  # any half is a multiple
+        return False  # any half is a multiple
     if name == "loss":
         parts, units, slack, least = got, np.broadcast_to(unit, got.shape), 0.0, 2.0
     else:
@@ -84,9 +101,7 @@ def _unshifted(b: Textbook, name: str, got: Array) -> str | None:
     tell = np.isfinite(parts) & (ratio > least)
     multiples, nearest = parts[tell] / units[tell], np.rint(parts[tell] / units[tell])
     # By accident, one in `ratio` numbers is a multiple; 0 is one anyway.
-    if np.log2(ratio[tell][nearest != 0]).sum() < 24.0 or (np.abs(multiples - nearest) > slack).any():
-        return None
-    return "the entropy is logsumexp less the mean logit: an offset that all logits share costs its digits"
+    return bool(np.log2(ratio[tell][nearest != 0]).sum() >= 24.0 and not (np.abs(multiples - nearest) > slack).any())
 
 
 ENTROPY = Kind(

@@ -10,7 +10,7 @@ import numpy as np
 from pce_mpi import dense
 from pce_mpi.conformance.cases import Cases, Setting
 from pce_mpi.conformance.drawing import random_problem, rounded
-from pce_mpi.conformance.problems import Array, Kind, Problem
+from pce_mpi.conformance.problems import Array, Kind, Problem, Told
 from pce_mpi.conformance.terms import DTYPES, REDUCTIONS
 from pce_mpi.conformance.textbook import Faults, Given, Textbook, all_ranks, of_gradient, softmax
 from pce_mpi.conformance.texts import meant
@@ -92,16 +92,8 @@ def _given(b: Textbook, student: Array, teacher: Array, **conventions: object) -
     return Given((loss,), gradient.reshape(b.p.shape))
 
 
-def times_ranks(b: Textbook) -> Faults:
-    """Automodel, Model-Optimizer: an all-reduce whose backward sums what every rank has computed alike."""
-    if (ranks := b.problem.ranks) > 1:
-        text = f"the gradient is {ranks} times too large: it is summed over the ranks once more"
-        yield text, of_gradient(ranks * b.problem.row_major(b.problem.expected[1]))
-
-
 def _faults(b: Textbook) -> Faults:
-    """Automodel, Model-Optimizer; torch's kl_div; NeMo-RL; and what a declaration may say."""
-    yield from times_ranks(b)
+    """NeMo-RL; and what a declaration may say."""
     problem = b.problem
     student, teacher = b.x, problem.row_major(problem.targets).astype(np.float64)
     for direction, what in (
@@ -131,12 +123,6 @@ def _faults(b: Textbook) -> Faults:
             lost = np.where(masked, np.nan, b.lost)
             yield text, Given((b.but(lost=lost).loss(),), None)
             yield text, Given((b.but(lost=lost).loss(),), b.gradient() + np.where(masked, np.nan, 0.0)[:, None])
-    if problem.reduction == "mean" and problem.classes > 1:  # torch's kl_div, unless "batchmean"
-        loss, gradient = problem.expected
-        yield (
-            f"the mean divides by rows times classes, {b.problem.rows * b.problem.classes}, not by the rows",
-            Given((loss / problem.classes,), problem.row_major(gradient) / problem.classes),
-        )
     if problem.ranks > 1:
         yield from _local(b, teacher)
 
@@ -175,7 +161,7 @@ def _times_log(p: Array, q: Array) -> Array:
     return np.where(p == 0.0, 0.0, p * np.log(np.where(p == 0.0, 1.0, q)))
 
 
-def tell(book: Textbook, name: str, got: Array) -> str | None:
+def tell(book: Textbook, name: str, got: Array) -> Told | None:
     """Name a divergence that has no digits (DeepSpeed), being a difference of log-probabilities in float32."""
     _, summands, of_close = _summands(book)
     most = 4.0 * np.finfo(np.float32).eps * summands * book.w.max(initial=0.0)
@@ -184,10 +170,11 @@ def tell(book: Textbook, name: str, got: Array) -> str | None:
     errors = np.abs(got - book.problem.expected[0].reshape(-1))
     if name == "gradient" or not of_close.all() or not (errors <= most).all():
         return None
-    return (
+    text = (
         "the loss has the errors of log-probabilities in float32 that were subtracted: where student and teacher are "
         "close, it is smaller than these errors, and has to be made of differences of their logits, or in float64"
     )
+    return Told((text,))
 
 
 CASES = Cases()

@@ -17,7 +17,7 @@ from pce_mpi.conformance.drawing import random_problem, rounded
 from pce_mpi.conformance.kinds.entropy import ENTROPY
 from pce_mpi.conformance.kinds.log_prob import LOG_PROB
 from pce_mpi.conformance.kinds.loss import LOSS
-from pce_mpi.conformance.problems import Array, Kind, Operands, Problem
+from pce_mpi.conformance.problems import Array, Kind, Operands, Problem, Told
 from pce_mpi.conformance.textbook import Faults, Textbook, all_ranks, softmax
 from pce_mpi.exact.products import product
 
@@ -62,10 +62,11 @@ def _faults(b: Textbook) -> Faults:
         yield f"the logits are rounded to {dtype}", all_ranks(b.but(**softmax(z)))
 
 
-def _tell(b: Textbook, name: str, got: Array) -> str | None:
+def _tell(b: Textbook, name: str, got: Array) -> Told | None:
     """Name an infinite loss of finite logits (ml-cross-entropy#59), or what `LOSS` tells."""
     if name == "loss" and (got == np.inf).any() and np.isfinite(b.z).all() and b.nll.max(initial=0.0) < 80.0:
-        return "the loss is infinite, and all logits are finite: a padded column of -inf is taken for the target's"
+        text = "the loss is infinite, and all logits are finite: a padded column of -inf is taken for the target's"
+        return Told((text,))
     return LOSS.tell(b, name, got)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from pce_mpi import dense
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.problems import Array, Kind, Problem
+from pce_mpi.conformance.kinds import sharding
+from pce_mpi.conformance.problems import Array, Kind, Problem, Told
 from pce_mpi.conformance.terms import OPTIONS, REDUCTIONS
 from pce_mpi.conformance.textbook import Computed, Faults, Given, Textbook, all_ranks, each_rank, of_gradient, softmax
 
@@ -40,7 +41,17 @@ def sizes(book: Textbook) -> tuple[Array, Array, Array]:
 
 
 def _faults(b: Textbook) -> Faults:
-    for family in (_masks, _exponentials, _smoothing, _z_loss, _owners, _rows, _probabilities, _roundings):
+    for family in (
+        _masks,
+        sharding.of_losses,
+        _exponentials,
+        _smoothing,
+        _z_loss,
+        _owners,
+        _rows,
+        _probabilities,
+        _roundings,
+    ):
         yield from family(b)
 
 
@@ -206,10 +217,10 @@ def _roundings(b: Textbook) -> Faults:
         yield text, of_gradient(rounded(late))
 
 
-def _divided_by_0(b: Textbook, name: str, got: Array) -> str | None:
+def _divided_by_0(b: Textbook, name: str, got: Array) -> Told | None:
     """aiter#5165."""
     if name == "gradient" and b.problem.reduction == "mean" and not b.valid.any() and not np.isfinite(got).all():
-        return "no row counts, and the gradient is divided by their number 0: it is due to be 0"
+        return Told(("no row counts, and the gradient is divided by their number 0: it is due to be 0",))
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.conformance.kinds.step_problem import Step
-from pce_mpi.conformance.problems import Array, Problem
+from pce_mpi.conformance.problems import Array, Problem, Told
 from pce_mpi.conformance.textbook import Textbook
 
 # Whether two arrays are the same, but for rounding.
@@ -31,26 +31,31 @@ _PARTS = {
 }
 
 
-def tell(book: Textbook, name: str, got: Array) -> str | None:
-    """Say in a sentence how a step is normalised that gives its tokens these weights; None if that is right."""
+def tell(book: Textbook, name: str, got: Array) -> Told | None:
+    """Say how a step is normalised that gives its tokens these weights, and what that does; None if it is right."""
     step = book.problem
     assert isinstance(step, Step)
     same = _same_in(step)
     weights, (due, gradient) = got[0], step.expected
     if not np.isfinite(weights).all():
-        return _not_finite(step, weights)
+        return Told((), _not_finite(step, weights))
     # The gradient of a token that is certain is 0, and tells nothing.
     known = np.asarray(step.row_major(gradient).any(axis=-1))
     times = weights[known] / due.reshape(-1)[known]
     if same(times, 1.0):
         return None
+    plain, others = _of_each(step, book, weights, known, same)
     if same(times, times[0]):
-        cause, effect = _of_all(step, book, float(times[0]), same), f"every token counts {_times(times[0])} what is due"
-    else:
-        cause, effect = _of_each(step, book, weights, known, same), _unequal(step, weights, known, same)
-        if known[step.valid].all() and not same(times.mean(), 1.0):
-            effect += f", and all together count {_times(times.mean())} what is due"
-    return f"{cause}: {effect}" if cause else effect
+        whole = _of_all(step, book, float(times[0]), same)
+        causes = (*whole, *plain)
+        return Told(causes, f"every token counts {_times(times[0])} what is due", len(whole) or bool(plain))
+    effect = _unequal(step, weights, known, same)
+    if known[step.valid].all() and not same(times.mean(), 1.0):
+        effect += f", and all together count {_times(times.mean())} what is due"
+    causes = tuple(plain or others)[: len(plain) or 1]
+    if causes and not all(part.valid.any() for rank in range(len(step.lengths)) for part in step.micro_batches(rank)):
+        effect += "; where a count is 0, so is the gradient, as with max(count, 1)"
+    return Told(causes, effect, min(1, len(causes)))
 
 
 def tell_losses(problem: Problem, answers: Sequence[Any]) -> str | None:
@@ -73,7 +78,7 @@ def tell_losses(problem: Problem, answers: Sequence[Any]) -> str | None:
     np.add.at(sums, (rank, micro_batch), of_token)
     np.add.at(counts, (rank, micro_batch), step.valid)
     own = "each micro-batch has the mean of its own valid tokens" * same(losses, sums / np.maximum(counts, 1))
-    cause = own or (_of_all(step, book, found / due, same) if due else "")
+    cause = own or (", or ".join(_of_all(step, book, found / due, same)) if due else "")
     text = f"the gradient of the step is right, and its loss is {found:.6g} where {due:.6g} is right"
     return f"{text}: {cause}" if cause else text
 
@@ -106,7 +111,7 @@ def _counted(step: Step, book: Textbook) -> dict[str, Array]:
     }
 
 
-def _of_all(step: Step, book: Textbook, times: float, same: _Same) -> str:
+def _of_all(step: Step, book: Textbook, times: float, same: _Same) -> list[str]:
     """Name what gives every token so many times what is due."""
     rank, micro_batch = step.places
     ranks, count, last = len(step.lengths), step.valid.sum(), step.sizes["micro-batches"] - 1
@@ -117,8 +122,7 @@ def _of_all(step: Step, book: Textbook, times: float, same: _Same) -> str:
         "every micro-batch is divided by the count of the last one": step.valid[micro_batch == last].sum(),
     }
     found = [text for text, divisor in divisors.items() if divisor and same(count / divisor, times)]
-    found += [text for _, text in sorted(_factors(step, times, same))[:1]]
-    return ", or ".join(found)
+    return found + [text for _, text in sorted(_factors(step, times, same))[:1]]
 
 
 def _factors(step: Step, times: float, same: _Same) -> Iterator[tuple[bool, str]]:
@@ -142,25 +146,24 @@ def _factors(step: Step, times: float, same: _Same) -> Iterator[tuple[bool, str]
                 yield True, f"the gradient is divided by the {these}, {said}".removesuffix(", ")
 
 
-def _of_each(step: Step, book: Textbook, weights: Array, known: Array, same: _Same) -> str:
-    """Name the divisors that give tokens unequal weights."""
+def _of_each(step: Step, book: Textbook, weights: Array, known: Array, same: _Same) -> tuple[list[str], list[str]]:
+    """Name the divisors of parts that give tokens these weights, and those that need one factor more."""
     rank, micro_batch = step.places
     data, context = np.divmod(rank, step.context_ranks)
     numbers = {"rank": rank, "micro-batch": micro_batch, "data": data, "context": context}
     averages = math.prod(step.sizes[each] for each in step.averaged)
-    found = []
+    plain, others = list[str](), list[str]()
     for what, mask in _counted(step, book).items():
         for together, text in _PARTS.items():
             alike = np.logical_and.reduce([numbers[each][:, None] == numbers[each] for each in together])
-            counts = alike @ mask.astype(np.float64)
-            products, said = (counts * weights)[known], text.format(what)
+            if alike.all():  # that is the whole
+                continue
+            products = (alike @ mask.astype(np.float64) * weights)[known]
             if same(products, products[0]):
-                said += ", and where there are none the gradient is 0, as with max(count, 1)" * (not counts.all())
-                # Counts of other tokens may have the same ratios; these need no further factor.
-                if same(products[0], 1.0) or same(products[0] * averages, 1.0):
-                    return said
-                found.append(said)
-    return next(iter(found), "")
+                # Counts of other tokens may have the same ratios.
+                exact = same(products[0], 1.0) or same(products[0] * averages, 1.0)
+                (plain if exact else others).append(text.format(what))
+    return plain, others
 
 
 def _unequal(step: Step, weights: Array, known: Array, same: _Same) -> str:

@@ -91,8 +91,7 @@ def _exact(problem: Problem) -> tuple[Array, Array]:
 
 
 def _faults(b: Textbook) -> Faults:
-    """Automodel, Model-Optimizer; SkyRL; and what a declaration may say."""
-    yield from kl.times_ranks(b)
+    """SkyRL; and what a declaration may say."""
     problem, count = b.problem, b.problem.options["top_k"]
     teacher = problem.row_major(problem.targets).astype(np.float64)
     chosen, declared = _largest(teacher, count), problem.conventions["rest"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 import math
 
@@ -10,7 +11,7 @@ from pce_mpi.conformance.catalogue import catalogue
 from pce_mpi.conformance.fitting import unmet_need
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.offers import EVERYTHING, Offer
-from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict, likeness
 from pce_mpi.conformance.reports.tables import Cell
 from pce_mpi.conformance.terms import Gradient
 from pce_mpi.conformance.texts import visible
@@ -80,9 +81,12 @@ def title(outcome: Outcome, report: Report) -> str:
 
 def by_cause(report: Report) -> list[list[Outcome]]:
     """Return the failures of each cause, whatever its numbers: the most harmful first, then the most frequent."""
+    causes = [_causes(outcome) for outcome in report.failed]
+    number = Counter(cause for each in causes for cause in each)
     groups: dict[str, list[Outcome]] = {}
-    for outcome in report.failed:
-        groups.setdefault(_likeness(outcome), []).append(outcome)
+    for outcome, each in zip(report.failed, causes, strict=True):
+        # A case of two faults stands where the rarer one is told.
+        groups.setdefault(min(each, key=lambda cause: number[cause]), []).append(outcome)
     return sorted(groups.values(), key=lambda failed: (_HARM.index(about(failed)), -len(failed)))
 
 
@@ -99,14 +103,18 @@ def by_harm(report: Report) -> list[tuple[bool, list[list[Outcome]]]]:
     return [(bool(fold), groups) for fold, groups in enumerate(both) if groups]
 
 
-def _likeness(outcome: Outcome) -> str:
-    """Return the cause in one case without its numbers; its family where only numbers are known."""
+def _causes(outcome: Outcome) -> list[str]:
+    """Return the causes in one case without their numbers; its family where only numbers are known."""
     if not outcome.findings:
-        return problem(outcome)
+        return [problem(outcome)]
     first = outcome.findings[0]
+    told = [likeness(fault.causes[0]) for fault in first.faults if fault.alike]
+    if told:
+        others = (fault.place for fault in first.faults if not fault.alike)
+        return told + [place.partition("nan")[0] for place in others if "nan" in place]
     if outcome.verdict is Verdict.FAIL and not first.cause:
-        return f"{first.kind} in {outcome.family}"
-    return f"{outcome.verdict}: {Finding(first.kind, outcome.fault).likeness}"
+        return [f"{first.kind} in {outcome.family}"]
+    return [f"{outcome.verdict}: {Finding(first.kind, outcome.fault).likeness}"]
 
 
 def hint(report: Report) -> str:

@@ -1,0 +1,86 @@
+"""One fault, one block of a report: its cause is chosen by all cases that fail, for each kind of candidates."""
+
+import pytest
+
+from candidates.by_hand import ByHand
+from candidates.wild import distillation
+from candidates.wrong import shards, steps, textbook
+from pce_mpi.conformance.catalogue import cases
+from pce_mpi.conformance.causes import agree
+from pce_mpi.conformance.offers import offer_of
+from pce_mpi.conformance.outcomes import Report
+from pce_mpi.conformance.reports import summary
+from pce_mpi.conformance.running import run_case
+
+FAMILIES = ["random-logits", "reduction", "p-near-1", "logits-of-1000", "ignored", "dims", "many-classes/more-than-65*"]
+FAMILIES += ["targets-at-shard-borders", "targets-on-one-rank", "uneven-shards", "weight/float32"]
+
+
+def blocks(candidate, comm, pattern):
+    """Return the line of each block, and how many cases failed."""
+    offer = offer_of(candidate)
+    outcomes = [run_case(candidate, case, comm) for case in cases(offer, pattern=pattern)]
+    agree(outcomes)
+    report = Report("candidate", offer, (comm.size,), {}, 0, False, 1.0, outcomes)
+    return [summary.problem(failed[0]) for failed in summary.by_cause(report)], len(report.failed)
+
+
+LOCAL = "the softmax is of each rank's own classes only: its sum is never reduced over the ranks ("
+MAXIMA = "the ranks add sums of exponentials that are relative to maxima of their own ("
+ADDED = "the ranks' logsumexps are added, where the logsumexp of all classes is due ("
+SOFTMAXES = {
+    textbook.SoftmaxOfLocalClasses: LOCAL,
+    textbook.SumsOfOtherMaxima: MAXIMA,
+    textbook.SumsOfOtherMaximaAfterwards: MAXIMA,
+    textbook.LogsumexpsAdded: ADDED,
+}
+NUMBERS = {
+    textbook.GlobalNumbersForLocal: "global class numbers are taken for numbers of each rank's own classes (",
+    textbook.TargetClampedNotMasked: "a target of another rank is taken for a class of this one: it is clamped,",
+    shards.EqualShardsAssumed: "class_start is taken for the rank times its number of classes, which is right where "
+    'all shards are equal; where that is meant, declare it: @offers(shards="equal") (',
+    shards.GradientReducedTwice: "the gradient is 3 times too large: it is summed over the ranks once more (",
+}
+KINDS = {"loss": lambda loss: loss, "log_prob": textbook.LogProb, "linear": textbook.Head, "entropy": textbook.Entropy}
+
+
+@pytest.mark.sizes(3)  # the number of rows is no multiple of some shards, and no power of the ranks
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    # An entropy has no targets, and its gradient is not that of the loss.
+    [(fault, kind) for fault in (*SOFTMAXES, *NUMBERS) for kind in KINDS if kind != "entropy" or fault in SOFTMAXES],
+)
+def test_textbook_fault_is_one_block(comm, fault, kind):
+    found, failed = blocks(KINDS[kind](fault()), comm, FAMILIES)
+    assert [line.startswith({**SOFTMAXES, **NUMBERS}[fault]) for line in found] == [True], found
+    assert failed > 5
+
+
+class ReducedTwiceWithNan(distillation.AutomodelKL, distillation.ZeroTimesInfinity):
+    """Two faults: the gradient, and the divergence beside masked classes."""
+
+
+ONCE_MORE = "the gradient is 3 times too large: it is summed over the ranks once more ("
+APART = "each rank divides each micro-batch by its own count of valid tokens: "
+NAN = "the gradient of micro-batch 0 of rank 0, which has no valid token, is nan"
+OTHERS = {
+    "head-times-ranks": (textbook.HeadTimesRanks(ByHand()), ["dhidden is 3 times too large: it is summed over the"]),
+    "head-over-ranks": (
+        textbook.HeadOverRanks(ByHand()),
+        ["dhidden is 3 times too small: it is divided by the number"],
+    ),
+    "kl": (distillation.AutomodelKL(), [ONCE_MORE]),
+    "topk-kl": (distillation.ModelOptimizerTopK(), [ONCE_MORE]),
+    "kl-of-two-faults": (ReducedTwiceWithNan(), [ONCE_MORE, "the divergence is wrong: nan; the gradient is 3 times"]),
+    "mean-of-means": (steps.OwnCountOr1(), [APART]),
+    "mean-of-means-or-nan": (steps.OwnCount(), [APART, NAN]),
+    "context-ranks": (steps.HalvedByContext(), ["the trainer averages over the 3 context ranks, and nothing makes up"]),
+}
+
+
+@pytest.mark.sizes(3)  # the number of ranks is not that of micro-batches in all cases
+@pytest.mark.parametrize("which", OTHERS)
+def test_fault_of_other_kind_is_one_block(comm, which):
+    candidate, words = OTHERS[which]
+    found, _ = blocks(candidate, comm, None)
+    assert len(found) == len(words) and all(map(str.startswith, found, words)), found
