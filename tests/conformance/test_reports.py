@@ -214,8 +214,8 @@ def test_progress_tells_verdicts_so_far(capsys):
     for number in range(20):
         display.finished(replace(PASS if number % 4 else NOT_OFFERED, case=f"case-{number}"))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "conformance 2/20  1 not offered, 1 pass"
-    assert lines[-1] == "conformance 20/20  5 not offered, 15 pass"
+    assert lines[0].startswith("conformance 2/20  1 not offered, 1 pass")
+    assert lines[-1].startswith("conformance 20/20  5 not offered, 15 pass")
 
 
 def test_hint_has_three_declarations_that_open_most_cases():
