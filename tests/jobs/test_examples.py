@@ -399,7 +399,10 @@ def trained(ranks, *args, log):
     assert output.returncode == 0, output.stderr
     assert re.search(r"^the first steps are those of one process, but for \d", output.stdout)
     assert "\nraise ValueError(|" in output.stdout
-    return losses_in(log)
+    steps, losses = losses_in(log)
+    assert f" {steps[-1]}/{steps[-1]} [" in output.stderr  # steps of all steps, those before --resume among them
+    assert f"loss={losses[-1]:.3f}]" in output.stderr
+    return steps, losses
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), MESHES, ids=lambda value: str(value))
