@@ -19,7 +19,7 @@ struct ClassesOfRow {
   const void *p, *q;
   int p_dtype, q_dtype;
   int64_t p_start, q_start;
-  Difference difference;
+  const Difference* difference;  // in memory, as registers are few
   RowFactor p_row, q_row;
   Transform transform;
   bool single;
@@ -33,7 +33,7 @@ struct ClassesOfRow {
     const double v = element(p, p_dtype, p_start + i), w = element(q, q_dtype, q_start + i);
     const Pair z = transformed(v, transform), z_w = transformed(w, transform);
     const double error = error_of(z_w.high, z_w.low) - error_of(z.high, z.low);
-    const double r = log_of_ratio(z_w.high, z.high, error, difference, single);
+    const double r = log_of_ratio(z_w.high, z.high, error, *difference, single);
     const bool far = magnitude(r) > far_from(single);
     return {probability(v, p_row), far ? probability(w, q_row) : 0.0, r, far, single};
   }
@@ -68,11 +68,11 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
                     double scale, bool single, int64_t classes, bool jensen_shannon, DivergenceSums* sums) {
   const int64_t row = blockIdx.x;
   const Transform transform = {scale, 0.0};
-  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, differences[row],
+  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, differences + row,
                          RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform, single};
   DivergenceSums sum = {{NO_GRID, {0, 0, 0}}, 0, 0};
 #pragma unroll 1
-  for (int64_t i = threadIdx.x; finite(all.difference.delta) && i < classes; i += BLOCK_THREADS) {
+  for (int64_t i = threadIdx.x; finite(all.difference->delta) && i < classes; i += BLOCK_THREADS) {
     const Classes c = all[i];
     const Growth growth = growth_of(c);
     double skewness = 0.0;
@@ -118,11 +118,11 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
                               const double* less, const bool* valid, void* out, int out_dtype, int64_t out_pitch) {
   const int64_t row = blockIdx.x;
   const Transform transform = {scale, 0.0};
-  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, differences[row],
+  const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, differences + row,
                          RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform, single};
 #pragma unroll 1
   for (int64_t i = threadIdx.x; i < classes; i += BLOCK_THREADS) {
-    double value = finite(all.difference.delta) ? slope[row] * divergence_gradient(all[i], of, less[row]) : not_a_number();
+    double value = finite(all.difference->delta) ? slope[row] * divergence_gradient(all[i], of, less[row]) : not_a_number();
     if (value != value) value = not_a_number();
     set_element(out, out_dtype, row * out_pitch + i, valid[row] ? value : 0.0);
   }
