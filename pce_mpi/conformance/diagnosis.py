@@ -22,8 +22,8 @@ from pce_mpi.conformance.units import coarsest, finest
 # An answer is that of a fault if it is this much closer to it than to the truth, one number alone so much more ...
 _CLOSER, _ALONE = 8.0, 256.0
 # ... and this close, in eps of the dtype: fault and candidate may round in another order.
-_CLOSE = {2: 4.0, 4: 64.0, 8: 4096.0}
-_HALVES = _CLOSE[2] * 2.0**-10
+_CLOSE = {2: 1.0, 4: 64.0, 8: 4096.0}
+_HALVES = 2.0**-10
 # Less than this many eps of the arithmetic, for a p of about 1, is no error, by the bytes of a logit.
 _FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
 # Larger problems are not compared with known faults: they are about the number of entries. Eight rows of the largest
@@ -126,7 +126,7 @@ def _by_formulas(
 
 
 def _is_zero(q: _Quantity) -> bool:
-    return not q.got.any()
+    return not q.got.any() and bool(np.isfinite(q.truth).all())
 
 
 def _at(place: str | None) -> list[Fault]:
@@ -293,6 +293,8 @@ def _fitting(quantities: list[_Quantity], known: list[tuple[str, Answer]], *, lo
     causes = sorted(found, key=lambda text: found[text])
     least = found[causes[0]]
     alike = sum(bool(np.isclose(each, least, rtol=1e-6, atol=1e-12)) for each in found.values())
+    if not any(q.got[q.wrong & np.isfinite(q.got)].any() for q in quantities):
+        alike = 1  # 0 and infinity are those of many: the first of them is told
     # One number in half precision is near that of some fault by accident.
     (first, *more) = [q for q in quantities if q.wrong.any()]
     return Fault(causes, 0 if lone and not more and first.is_one and first.close >= _HALVES else alike)

@@ -425,3 +425,20 @@ def test_entropies_rounded_to_bfloat16_are_no_differences():
         wrong = [np.ones(got.shape, np.bool_)] * RANKS
         text = text_of(explain(problem, [got] * RANKS, gradient, wrong, np.zeros(problem.logits.shape, np.bool_)))
         assert text is None or "logsumexp" not in text
+
+
+def test_plain_arithmetic_in_bfloat16_has_no_cause():
+    problem = replace(problem_named("p-near-1/bfloat16"), reduction="none")
+    x = problem.logits - problem.logits.max(axis=-1, keepdims=True)
+    total = np.exp(x).astype(np.float32).sum(axis=-1).astype(ml_dtypes.bfloat16)
+    losses = np.log(total) - x[np.arange(problem.rows), problem.targets]
+    assert losses.dtype == ml_dtypes.bfloat16
+    assert of_losses(problem, losses) is None or "logsumexp" not in of_losses(problem, losses)
+
+
+def test_float32_logsumexp_of_halves_is_named():
+    problem = replace(problem_named("offset/1e4/float16"), reduction="none")
+    x = problem.logits.astype(np.float32)
+    top = x.max(axis=-1)
+    lse = top + np.log(np.exp(x - top[:, None]).sum(axis=-1))
+    assert of_losses(problem, lse - x[np.arange(problem.rows), problem.targets]).startswith("logsumexp is rounded")

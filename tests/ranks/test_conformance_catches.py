@@ -126,7 +126,7 @@ SUBTLE = [
     # Rows
     Planted("mean_over_all_rows", "ignore_index/float32", "the mean divides by all 6 rows, not by the 4"),
     Planted("mean_of_losses_that_are_not_0", "p-equal-1", "the mean counts the rows whose loss is not 0"),
-    Planted("mean_of_no_rows_is_0", "ignored/all-rows-mean", "loss is 0 where nan is right"),
+    Planted("mean_of_no_rows_is_0", "ignored/all-rows-mean", "the mean divides by max(count, 1)"),
     Planted("ignored_rows_have_a_gradient", "ignore_index/float32", "the gradient is wrong in ignored rows only"),
     Planted("ignore_index_in_range_not_heeded", "ignored/inside", "loss is"),
     Planted("zero_rows_raise", "zero-rows/mean", "division by zero"),
@@ -138,7 +138,7 @@ SUBTLE = [
     ),
     Planted("gradient_of_log_probabilities", "probabilities/sum-to-1", "it has not gone through log_softmax"),
     # Calls
-    Planted("upstream_of_the_first_row", "upstream/each-row", "gradient is"),
+    Planted("upstream_of_the_first_row", "upstream/each-row", "the upstream gradient of row 0 is taken for all rows"),
     Planted("upstream_left_out", "upstream/scalar", "-0.4 times what is due"),
     Planted(
         "second_backward_scales_again",
@@ -204,6 +204,10 @@ PLANTED = [
     Planted("logsumexps_added", "random-logits/float32", "the ranks' logsumexps are added", 2),
     Planted("global_numbers_for_local", "random-logits/float32", "global class numbers are taken for numbers of", 2),
     Planted("target_clamped_not_masked", "random-logits/float32", "it is clamped, and not masked", 2),
+    Planted("class_numbers_in_bfloat16", "many-classes/float32", "class numbers are rounded to bfloat16"),
+    Planted("class_numbers_in_uint8", "many-classes/float32", "class numbers are cut to uint8"),
+    Planted("targets_shifted_twice", "random-logits/float32", "the targets are shifted by one row against"),
+    Planted("shards_in_reverse", "random-logits/float32", "the shards are in another order than the ranks", 2),
     Planted("loss_on_rank_0_alone", "same-on-every-rank", "the ranks' losses differ: the loss is wrong on rank", 2),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "loss is", 2),
     Planted("other_bits_on_other_ranks", "same-bits/float32", "the bits differ from one rank's (", ranks=2),

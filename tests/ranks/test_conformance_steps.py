@@ -148,6 +148,8 @@ PLANTED = [
         "divided by the 2 data ranks, over which the trainer sums: every token counts 1/2 of what is due",
         "divided by the 3 data ranks, over which the trainer sums: every token counts 1/3 of what is due",
     ),
+    Planted(wrong.CountInFloat16, "many-tokens", "the count of valid tokens is kept in float16: every token counts"),
+    Planted(wrong.CountInBfloat16, "many-tokens", "the count of valid tokens is kept in bfloat16: every token counts"),
     Planted(wrong.NanWithoutToken, "no-valid-token", NO_LOSS),
     Planted(
         wrong.NanWithoutToken, "empty-rank", "the loss of micro-batch 0 is nan, where no token of it is valid (rank 0)"
@@ -198,7 +200,7 @@ def test_planted_normalisation_is_named_with_effect(comm, planted):
 @pytest.mark.parametrize("candidate", [by_hand, *correct.CORRECT, correct.ours], ids=lambda each: type(each).__name__)
 def test_right_step_passes_whatever_trainer_averages(comm, candidate):
     outcomes = [run_case(candidate, case, comm) for case in cases(offer_of(candidate))]
-    assert len(outcomes) == 9
+    assert len(outcomes) == 10
     assert [(outcome.case, outcome.findings) for outcome in outcomes if outcome.verdict != Verdict.PASS] == []
 
 
@@ -212,7 +214,7 @@ def test_step_in_other_dtype_is_named_or_passes(comm, dtype):
     ):
         offer = replace(offer_of(candidate), dtypes=(dtype,))
         outcomes = {case.name: run_case(candidate, case, comm, offer=offer) for case in cases(offer)}
-        assert len(outcomes) == 9
+        assert len(outcomes) == 10
         if words is None:
             assert {outcome.verdict for outcome in outcomes.values()} == {Verdict.PASS}
         else:
@@ -261,5 +263,5 @@ def test_complex_gradients_of_factors_fail(which):
 
 def test_step_has_cases_of_its_own_alone():
     names = [case.name for case in cases(Offer(kind="step"))]
-    assert len(names) == 9 and {name.partition("/")[0] for name in names} == {"step"}
+    assert len(names) == 10 and {name.partition("/")[0] for name in names} == {"step"}
     assert not [case for case in cases(Offer()) if case.family == "step"]

@@ -7,11 +7,12 @@ from itertools import pairwise
 import numpy as np
 
 from pce_mpi import dense
-from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.kinds import sharding
 from pce_mpi.conformance.problems import Array, Kind, Problem, Told
 from pce_mpi.conformance.terms import OPTIONS, REDUCTIONS
 from pce_mpi.conformance.textbook import Computed, Faults, Given, Textbook, all_ranks, each_rank, of_gradient, softmax
+from pce_mpi.conformance.units import has_dtype
 
 _LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128, "float32": 2.0**128, "float64": np.finfo(np.float64).max}
 
@@ -44,6 +45,8 @@ def _faults(b: Textbook) -> Faults:
     for family in (
         _masks,
         sharding.of_losses,
+        _numbers,
+        _upstream,
         _exponentials,
         _smoothing,
         _z_loss,
@@ -136,6 +139,32 @@ def _smoothing(b: Textbook) -> Faults:
     )
 
 
+def _numbers(b: Textbook) -> Faults:
+    """Class numbers that are rounded, cut, or those of other rows; shards in another order."""
+    if not b.problem.with_numbers:
+        return
+    starts = np.array(b.problem.splits[:-1])[:, None]
+    for done, dtypes in (("rounded", ("bfloat16", "float16")), ("cut", ("uint8", "int16", "uint16"))):
+        for dtype in filter(has_dtype, dtypes):
+            numbers = b.t.astype(dtype_named(dtype)).astype(np.int64)
+            if (numbers != b.t)[b.valid].any():
+                yield from sharding.with_targets(b, f"class numbers are {done} to {dtype}", numbers - starts)
+    for shift in (1, -1):
+        text = "the targets are shifted by one row against the logits"
+        yield from sharding.with_targets(b, text, np.roll(b.t, shift) - starts)
+    ranks = np.arange(b.problem.ranks)
+    if len(ranks) > 1 and len(set(np.diff(b.problem.splits))) == 1:
+        for order in (ranks[::-1], np.roll(ranks, 1), np.roll(ranks, -1)):
+            yield from sharding.with_targets(b, "the shards are in another order than the ranks", b.t - starts[order])
+
+
+def _upstream(b: Textbook) -> Faults:
+    """Liger#968."""
+    if b.problem.reduction == "none" and b.problem.dloss is not None and b.problem.rows:
+        first = b.but(g=np.broadcast_to(b.g[0], b.g.shape))
+        yield "the upstream gradient of row 0 is taken for all rows", of_gradient(first.gradient())
+
+
 def _z_loss(b: Textbook) -> Faults:
     """nanotron."""
     if b.problem.options.get("z_loss"):
@@ -165,6 +194,8 @@ def _rows(b: Textbook) -> Faults:
     """Wrong rows count, or a mean has a wrong divisor."""
     rows, left = b.problem.rows, int(b.valid.sum())
     if b.problem.reduction == "mean":
+        if not left:
+            yield "the mean divides by max(count, 1): it is 0 where no row counts", all_ranks(b.but(divisor=1.0))
         if left < rows:  # Paddle
             text = f"the mean divides by all {rows} rows, not by the {left} that are not ignored"
             yield text, all_ranks(b.but(divisor=float(rows)))
@@ -196,10 +227,11 @@ def _roundings(b: Textbook) -> Faults:
     log_p = -softmax(np.maximum(b.z - top, -64.0))["nll"]  # Paddle
     yield "differences to the maximum are clipped at -64", all_ranks(b.but(nll=-log_p, p=np.exp(log_p)))
     # optax, NumPyro.
-    lse = b.lse.astype(dtype).astype(np.float64)[:, None]
     text = "logsumexp is rounded before a logit is subtracted: an offset that all logits share costs its bits"
-    yield text, Given((b.but(nll=lse - b.z).loss(),), None)
-    yield text, all_ranks(b.but(nll=lse - b.z, p=np.exp(b.z - lse)))
+    for narrow in dict.fromkeys((dtype, compute_dtype_of(dtype))):
+        lse = b.lse.astype(narrow).astype(np.float64)[:, None]
+        yield text, Given((b.but(nll=lse - b.z).loss(),), None)
+        yield text, all_ranks(b.but(nll=lse - b.z, p=np.exp(b.z - lse)))
     if dtype.itemsize == 2:
 
         def rounded(array: Array) -> Array:

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.kinds.step_problem import Step
 from pce_mpi.conformance.problems import Array, Problem, Told
 from pce_mpi.conformance.textbook import Textbook
+from pce_mpi.conformance.units import has_dtype
 
 # Whether two arrays are the same, but for rounding.
 _Same = Callable[[Any, Any], bool]
@@ -115,13 +117,22 @@ def _of_all(step: Step, book: Textbook, times: float, same: _Same) -> list[str]:
     """Name what gives every token so many times what is due."""
     rank, micro_batch = step.places
     ranks, count, last = len(step.lengths), step.valid.sum(), step.sizes["micro-batches"] - 1
+    of_ranks = np.bincount(rank[step.valid], minlength=ranks)
     divisors = {_WHOLE.format(what): mask.sum() for what, mask in _counted(step, book).items()} | {
         "the sum is not divided by the count of valid tokens": 1,
         f"the count over the {ranks} ranks, rounded down": count // ranks * ranks,
         "every rank takes the count of rank 0 for its own": step.valid[rank == 0].sum() * ranks,
         "every micro-batch is divided by the count of the last one": step.valid[micro_batch == last].sum(),
     }
-    found = [text for text, divisor in divisors.items() if divisor and same(count / divisor, times)]
+    halves = list[tuple[str, float]]()
+    for name in filter(has_dtype, ("float16", "bfloat16")):
+        dtype = dtype_named(name)
+        total = np.zeros((), dtype)
+        for part in of_ranks:
+            total = (total + part.astype(dtype)).astype(dtype)
+        kept = {float(total), float(count.astype(dtype))} - {float(count)}
+        halves += [(f"the count of valid tokens is kept in {name}", each) for each in kept]
+    found = [text for text, divisor in (*divisors.items(), *halves) if divisor and same(count / divisor, times)]
     return found + [text for _, text in sorted(_factors(step, times, same))[:1]]
 
 

@@ -109,6 +109,12 @@ def _one_token(setting: Setting) -> Problem:
     return _step(setting, lambda *place: int(place == only), micro_batches=2, context_ranks=setting.ranks)
 
 
+@CASES.case("step/many-tokens")
+def _many_tokens(setting: Setting) -> Problem:
+    """A count that is kept in half precision: 2,051 and 259 are no numbers of float16 and bfloat16."""
+    return _step(setting, lambda rank, _: 2_051 if rank == 0 else 259)
+
+
 @CASES.case("step/certain-tokens", special=True)
 def _certain_tokens(setting: Setting) -> Problem:
     """A count of the tokens whose cross entropy is not 0: one that the model is certain of counts too (ColossalAI)."""

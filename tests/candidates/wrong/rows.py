@@ -1,5 +1,6 @@
 """Faults in which rows count."""
 
+import ml_dtypes
 import numpy as np
 
 from candidates.by_hand import ByHand
@@ -118,3 +119,30 @@ class IgnoredAfterShift(ByHand):
         if not s.with_probabilities:
             s.valid &= self.sum(s, (s.t - s.class_start == s.ignore_index).astype(np.float64)) == 0.0
             s.mine &= s.valid
+
+
+class ClassNumbersInBfloat16(ByHand):
+    """Class numbers are kept in a tensor of bfloat16."""
+
+    dtype = np.dtype(ml_dtypes.bfloat16)
+
+    def flatten(self, s):
+        if s.targets.dtype.kind in "iu":
+            narrow = s.targets.astype(self.dtype).astype(np.int64)
+            s.targets = np.where(s.targets == s.ignore_index, s.targets, narrow)
+        super().flatten(s)
+
+
+class ClassNumbersInUint8(ClassNumbersInBfloat16):
+    """Class numbers are written to a file of bytes."""
+
+    dtype = np.dtype(np.uint8)
+
+
+class TargetsShiftedTwice(ByHand):
+    """The targets of the next rows, which were shifted before."""
+
+    def flatten(self, s):
+        if s.targets.dtype.kind in "iu":
+            s.targets = np.roll(s.targets, -1)
+        super().flatten(s)

@@ -1,5 +1,6 @@
 """Faults in what a micro-batch's loss is divided or multiplied by."""
 
+import ml_dtypes
 import numpy as np
 
 from candidates.step_by_hand import StepByHand
@@ -199,3 +200,21 @@ class CountOfNoTokenRaises(StepByHand):
 
     def divisor(self, s):
         return 1 / (1 / self.of_all_ranks(s, self.counts(s).sum()))
+
+
+class CountInFloat16(StepByHand):
+    """The count is reduced over the ranks in half precision."""
+
+    dtype = np.dtype(np.float16)
+
+    def divisor(self, s):
+        total = np.zeros((), self.dtype)
+        for count in s.comm.allgather(int(self.counts(s).sum())):
+            total = (total + np.asarray(count).astype(self.dtype)).astype(self.dtype)
+        return max(float(total), 1.0)
+
+
+class CountInBfloat16(CountInFloat16):
+    """The same, in the other half."""
+
+    dtype = np.dtype(ml_dtypes.bfloat16)
