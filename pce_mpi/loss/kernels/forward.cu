@@ -458,7 +458,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
   if (target >= 0) {
     const double x = canonical(number_of(row[target]));
     (HOLDS ? state.target : state.held) = x;
-    if (!HOLDS) state.held_weight = weight == nullptr ? 1.0 : weight[tile.first_class + target];
+    if (!HOLDS) state.held_weight = weight == nullptr ? 1.0 : canonical(weight[tile.first_class + target]);
   }
   state.store<Single>(states + (tile.row * gridDim.y + blockIdx.y) * words_of(fields), call);
 }

@@ -4,7 +4,7 @@
 
 namespace pce {
 
-// Add a class to a state. `x` is canonical.
+// Add a class to a state. `x` and `u` are canonical.
 template <class Arithmetic>
 __device__ __forceinline__ void add(State& state, double x, double u, int64_t at, bool is_target, const Call& call) {
   double leading;
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
 
 #pragma unroll 1
   for (int at = tile.thread_rank; at < tile.count; at += group_size)
-    add<Arithmetic>(*own, canonical(number_of(row[at])), weights[at], class_start + tile.first_class + at, at == target,
-                    call);
+    add<Arithmetic>(*own, canonical(number_of(row[at])), canonical(weights[at]), class_start + tile.first_class + at,
+                    at == target, call);
 
   merge_group<Arithmetic>(group_size, call);
   if (!has_row || tile.thread_rank != 0) return;
