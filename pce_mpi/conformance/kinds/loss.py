@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -45,6 +46,7 @@ def _faults(b: Textbook) -> Faults:
     for family in (
         _masks,
         sharding.of_losses,
+        _options,
         _numbers,
         _upstream,
         _exponentials,
@@ -137,6 +139,15 @@ def _smoothing(b: Textbook) -> Faults:
         f"label smoothing is spread over the {classes - 1} other classes, not over all {classes}",
         all_ranks(b.with_u(b.w * (b.q * (1.0 - s) + (1.0 - b.q) * s / max(classes - 1, 1)))),
     )
+
+
+def _options(b: Textbook) -> Faults:
+    """Options that are taken as keywords, and not used."""
+    options = b.problem.options
+    for name in ("weight", "label_smoothing", "z_loss", "logit_scale", "softcap"):
+        if name in options:
+            others = {other: value for other, value in options.items() if other != name}
+            yield f"{name} is not looked at", all_ranks(Textbook.of(replace(b.problem, options=others)))
 
 
 def _numbers(b: Textbook) -> Faults:
