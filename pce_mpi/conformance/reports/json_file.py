@@ -12,9 +12,9 @@ One object:
     failed       true if any case failed: crashed, deadlocked, slow, refused where an answer was due, or FAIL
     counts       the number of cases by verdict
     outcomes     one object per case, with the fields of `outcomes.Outcome`: `case`, `verdict` ("pass", "FAIL", "not
-                 offered", "refused", "crashed", "deadlocked", "slow", "known", "not run"), `findings` (`kind`, `text`),
-                 `accuracies` (in ulps), `picture` (errors of the gradient; null, or the fields of `outcomes.ErrorMap`),
-                 `rerun`, ...
+                 offered", "refused", "crashed", "deadlocked", "slow", "known", "not run"), `findings` (`kind`, `text`,
+                 `faults`), `accuracies` (in ulps), `picture` (errors of the gradient; null, or the fields of
+                 `outcomes.ErrorMap`), `rerun`, ...
 
 Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has none.
 """
