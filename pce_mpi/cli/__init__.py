@@ -22,7 +22,7 @@ from pce_mpi import __version__
 from pce_mpi.cli import bench, check, conformance, info, judge, rehearse
 from pce_mpi.cli.streams import Stream, Unwritten
 from pce_mpi.comm.agreement import all_gather_text
-from pce_mpi.comm.communicators import timeout_seconds
+from pce_mpi.comm.board import timeout_seconds
 from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.comm.library import check_mpi, told_gpu_aware
 from pce_mpi.conformance.texts import bounded

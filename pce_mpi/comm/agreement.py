@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.comm.communicators import channel_of
-from pce_mpi.comm.errors import CollectiveError, CollectiveTimeout
+from pce_mpi.comm.errors import CollectiveError, CollectiveTimeout, error_of, kind_of, known, text_of
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.comm.tracing import Purpose, cause
@@ -119,7 +119,8 @@ def agree_on_call(
         if max(calls) >= _FAILED:
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
         mine = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
-        raise CollectiveError(_differences(all_gather_text(json.dumps(mine), comm, operation=operation, over=over)))
+        texts = all_gather_text(json.dumps(mine), comm, operation=operation, over=over)
+        raise agreed(CollectiveError(_differences(texts, over)), comm, operation)
     return said[: len(facts)] if messages == channel.size else [each * channel.size for each in said[: len(facts)]]
 
 
@@ -130,37 +131,20 @@ def raise_together(
     comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm", ranks_named: bool = False
 ) -> None:
     """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
-    text = "" if error is None else json.dumps([_kind_of(error), _text_of(error), ranks_named])
+    text = "" if error is None else json.dumps([kind_of(error), text_of(error), ranks_named])
     texts = all_gather_text(text, comm, operation=operation, over=over)
     failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}
-    kind = _RAISED[next(iter(failed.values()))[0]]
-    if all(texts) and len(set(texts)) == 1 and failed[0][2]:
-        raise kind(failed[0][1]) from error
-    messages = {rank: message for rank, (_, message, _) in failed.items()}
-    raise kind(text_by_rank(messages, over, between="; ")) from error
+    kind, said, _ = next(iter(failed.values()))
+    if not (all(texts) and len(set(texts)) == 1 and failed[0][2]):
+        messages = {rank: message for rank, (_, message, _) in failed.items()}
+        said = text_by_rank(messages, over, between="; ")
+    raise agreed(error_of(kind, said), comm, operation) from error
 
 
-def _text_of(error: Exception) -> str:
-    """Return `str(error)`, or the name of its type if `str` raises: the other ranks wait for a text."""
-    try:
-        return str(error)
-    except Exception:
-        return type(error).__name__
-
-
-def _kind_of(error: Exception) -> str:
-    """Name the nearest type of `error` that every rank can raise."""
-    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _RAISED), "RuntimeError")
-
-
-_RAISED: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        *(IndexError, TypeError, ValueError, MemoryError, NotImplementedError, OverflowError, CollectiveError),
-        *(OSError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
-        *(ImportError, RuntimeError),
-    )
-}
+def agreed(error: Exception, comm: MPI.Intracomm, operation: str) -> Exception:
+    """Return `error`, marked as one that all ranks of `comm` raise."""
+    board = getattr(channel_of(comm, operation), "board", None)
+    return error if board is None else known(error, board.world_ranks)
 
 
 def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:
@@ -180,14 +164,14 @@ def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str
     return [part.tobytes().decode() for part in np.split(received, np.cumsum(lengths)[:-1])]
 
 
-def _differences(descriptions: list[str]) -> str:
+def _differences(descriptions: list[str], over: str) -> str:
     calls: list[dict[str, str]] = [json.loads(text) for text in descriptions]
     names = list(dict.fromkeys(name for call in calls for name in call))
     differing = []
     for name in names:
         values = {rank: call.get(name, "not given") for rank, call in enumerate(calls)}
         if len(set(values.values())) > 1:
-            differing.append(f"{name}: {text_by_rank(values)}")
+            differing.append(f"{name}: {text_by_rank(values, over)}")
         if name == "operation" and differing:
             break  # the arguments of two different functions are not worth comparing
     return "ranks disagree on " + "; ".join(differing)

@@ -217,7 +217,11 @@ def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Dat
         datatype = MPI.BYTE.Create_contiguous(dtype.itemsize).Commit()
 
         def combine(source: Any, target: Any, _: MPI.Datatype) -> None:
-            merge(np.frombuffer(source, dtype), np.frombuffer(target, dtype))
+            ours, theirs = np.frombuffer(source, dtype), np.frombuffer(target, dtype)
+            # An error in here ends the job, and so would that of a merge which takes more memory than there is.
+            step = max(1, _MERGED_BYTES // dtype.itemsize)
+            for start in range(0, len(ours), step):
+                merge(ours[start : start + step], theirs[start : start + step])
 
         known = MPI.Op.Create(combine, commute=True), datatype
     _operators[merge, dtype] = known  # last, as the most recently used
@@ -233,6 +237,7 @@ def _free_operators() -> None:
                 handle.Free()
 
 
+_MERGED_BYTES = 2**18
 # mpi4py has room for 32 operators in a process, with the caller's own.
 _MOST_OPERATORS = 12
 MOST_ELEMENTS = 2**31 - 1

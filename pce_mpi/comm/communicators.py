@@ -3,7 +3,7 @@
 Each communicator of the caller is duplicated once, so that its messages never meet ours, and the duplicate is cached
 with it. A wait for a collective is a yielding poll. After `PCE_MPI_TIMEOUT` seconds (600 unless set) the waiting ranks
 tell each other so, point to point, and each of them raises a `CollectiveTimeout` that names the silent ranks. The
-communicator is not used again.
+communicator is not used again. A rank that waits hears of errors of other ranks, too: `board.py` says how.
 
 Freeing a communicator is collective, and MPI allows no call within a reduction operator. But Python may run a finalizer
 anywhere, also in a reduction operator written in Python, and at a different moment on each rank. So finalizers only
@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import cache
 import os
 import secrets
-import sys
 from threading import Lock
 import time
 from typing import TYPE_CHECKING, Any
@@ -28,6 +26,7 @@ import warnings
 
 import numpy as np
 
+from pce_mpi.comm.board import Board, notice_seconds, program, say, timeout_seconds
 from pce_mpi.comm.errors import CollectiveTimeout
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators
@@ -56,23 +55,24 @@ _TWO_THREADS = "two threads were in calls over it at once: give each thread a co
 class Channel:
     """A communicator on which only this package sends, and the bounded wait for what is sent on it.
 
-    `number` is the name by which all ranks know the communicator; None if it is the caller's.
+    `number` is the name by which all ranks know the communicator; None if it is the caller's, which has no `board`.
     """
 
     def __init__(self, comm: MPI.Intracomm, tag: int, number: int | None = None):
         self.comm = comm
+        self.board = None if number is None else Board(comm)
         self.rank, self.size = comm.rank, comm.size
         self._number = number
         self._tag = tag
         self.broken: str | None = None
         self._is_waited_on = False
-        self._timeout = timeout_seconds()
+        self._timeout, self._notice = timeout_seconds(), notice_seconds()
 
     def __del__(self) -> None:
         # The caller's communicator held the channel and was freed. A delete function of the keyval could note this
         # too, but mpi4py asks for that communicator's topology first, and MPICH may then read freed memory.
         if self._number is not None and self.broken is None:
-            drop(self._number, self.comm)
+            drop(self._number, self.comm, self.board)
 
     def run(
         self,
@@ -87,7 +87,11 @@ class Channel:
         """Record a collective of `size` bytes from this rank, start it and wait for it."""
         if open_traces():
             record(why, collective, purpose, ranks=self.size, bytes=size)
-        self.wait(start(*arguments), waiting_in or why.operation, *arguments)
+        assert self.board is not None
+        request = start(*arguments)  # which may find that there is no memory
+        self.board.position += 1
+        self.board.place, program.place = program.place, 0
+        self.wait(request, waiting_in or why.operation, *arguments)
 
     def start(
         self, why: cause, collective: str, size: int, start: Callable[..., MPI.Request], *arguments: object
@@ -95,7 +99,21 @@ class Channel:
         """Record a collective of `size` bytes from this rank and start it."""
         if open_traces():
             record(why, collective, Purpose.PAYLOAD, ranks=self.size, bytes=size)
-        return Pending(self, start(*arguments), why.operation, arguments)
+        assert self.board is not None
+        pending = Pending(self, start(*arguments), why.operation, arguments)
+        self.board.position += 1
+        self.board.place, program.place = program.place, 0
+        return pending
+
+    def settle(self, operation: str) -> None:
+        """Come together with the other ranks after an error, before this one begins `operation`."""
+        assert self.board is not None
+        try:
+            self.board.settle(operation)
+        except BaseException as error:
+            self.broken = str(error) or type(error).__name__
+            raise
+        self.comm = self.board.comm
 
     def wait(self, request: MPI.Request, operation: str, *buffers: object) -> None:
         """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
@@ -114,37 +132,45 @@ class Channel:
             if self.broken:
                 raise CollectiveTimeout(f"this communicator is not usable any more: {self.broken}")
         except BaseException as error:
+            if self.board is not None and isinstance(error, Exception) and not isinstance(error, CollectiveTimeout):
+                self.board.tell(error)  # which a handler of a signal may have raised
             self.abandon(request, buffers, f"{operation} was left waiting by {type(error).__name__}")
             raise
         finally:
             self._is_waited_on = False
 
     def abandon(self, request: MPI.Request, buffers: tuple[object, ...], why: str) -> None:
-        """Give up a collective that has not ended, and with it the communicator."""
+        """Give up a collective that has not ended, and with it the communicator, unless the ranks take another one."""
         # MPI may still write to the buffers when the other ranks arrive: they must stay allocated.
         _abandoned.append((request, buffers, self))
-        self.broken = self.broken or why
+        if self.board is not None and self.board.comm is not self.comm:
+            self.comm = self.board.comm  # the ranks have taken another one
+        elif self.board is None or not self.board.leave():
+            self.broken = self.broken or why
 
     def _wait_longer(self, request: MPI.Request, operation: str) -> None:
         from mpi4py import MPI
 
-        deadline = time.monotonic() + self._timeout
+        start = time.monotonic()
+        deadline, said_so = start + self._timeout, False
         while not (self.broken or request.Test()):
             late = time.monotonic() > deadline
             if late or self.comm.Iprobe(MPI.ANY_SOURCE, self._tag):
                 self._say_that_it_waits(operation, late)
                 self.broken = self._roll_call(operation)
                 raise CollectiveTimeout(self.broken)
+            if self.board is not None:
+                self.board.look(operation)
+                self.board.say_who_waits(operation, start)
+            elif not said_so and time.monotonic() > start + self._notice:
+                said_so = True
+                say(f"rank {self.rank} of {self.size} has waited {self._notice:g} s in {operation}")
             time.sleep(_NAP)
 
     def _say_that_it_waits(self, operation: str, late: bool) -> None:
         """Write one line to stderr: after a network has failed, the process may die in the roll call."""
-        if sys.stderr is None:
-            return
         waits = f"has waited {self._timeout:g} s (PCE_MPI_TIMEOUT)" if late else "hears that others gave up, and waits"
-        rank = f"rank {self.rank} of {self.size}"
-        with suppress(OSError, ValueError):  # a stream that is closed must not hide the timeout
-            print(f"pce_mpi: {rank} {waits} in {operation}; ranks now tell where they are", file=sys.stderr, flush=True)
+        say(f"rank {self.rank} of {self.size} {waits} in {operation}; ranks now tell where they are")
 
     def _roll_call(self, operation: str) -> str:
         """Tell all other ranks that this one waits in `operation`, listen to them for a second, and say who waits."""
@@ -165,10 +191,11 @@ class Channel:
             waiting[status.source] = theirs.decode(errors="replace")
         MPI.Request.Testall(sent)
         silent = [rank for rank in range(self.size) if rank not in waiting]
-        where = text_by_rank({rank: waiting[rank] for rank in sorted(waiting)})
+        over = self.board.over if self.board else "comm"
+        where = text_by_rank({rank: waiting[rank] for rank in sorted(waiting)}, over)
         return (
             f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT) in {where}; "
-            f"silent: {ranks_text(silent) if silent else 'no rank, they wait for each other in different calls'}"
+            f"silent: {ranks_text(silent, over) if silent else 'no rank, they wait for each other in different calls'}"
         )
 
 
@@ -200,31 +227,16 @@ def has_abandoned() -> bool:
 
 
 def give_up(comms: Iterable[Any], operation: str, error: BaseException) -> None:
-    """Mark communicators as unusable if `error` has ended this rank's call of `operation` and no other rank's.
+    """Mark communicators as unusable: `error`, which is no `Exception`, has ended this rank's call of `operation`.
 
-    The other ranks may be in the middle of the call, and would meet this rank's next one there. An `Exception` is
-    raised alike on every rank; a `KeyboardInterrupt` is this rank's own.
+    The other ranks may be in the middle of the call, and would meet this rank's next one there.
     """
-    if isinstance(error, Exception):
-        return
     why = f"{operation} was left by {type(error).__name__}"
     for comm in comms:
         if isinstance(comm, TorchGroup) or is_process_group(comm):
             TorchGroup.give_up(comm, why)
         elif comm is not None and is_comm(comm) and (channel := comm.Get_attr(_channel_key())) is not None:
             channel.broken = channel.broken or why
-
-
-def timeout_seconds() -> float:
-    """Return how long a collective may wait, from `PCE_MPI_TIMEOUT`; `ValueError` if that is no positive number."""
-    text = os.environ.get("PCE_MPI_TIMEOUT", "600")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise ValueError(f"PCE_MPI_TIMEOUT must be a positive number of seconds, got {text!r}")
-    return seconds
 
 
 @cache
@@ -245,16 +257,18 @@ def channel_of(comm: MPI.Intracomm | NoRanks | TorchGroup, operation: str) -> An
     check_mpi()
     channel: Any = comm.Get_attr(_channel_key())
     if channel is None:
-        channel = _new_channel(comm, operation)
-        comm.Set_attr(_channel_key(), channel)
+        channel = open_channel(comm, operation)
     assert isinstance(channel, Channel)
+    if (board := channel.board) is not None and channel.broken is None:
+        if board.is_open:
+            channel.settle(operation)
     if channel.broken is not None:  # a new collective would receive messages of the one that timed out
         raise CollectiveTimeout(f"this communicator is not usable any more: {channel.broken}")
     return channel
 
 
-def _new_channel(comm: MPI.Intracomm, operation: str) -> Channel:
-    """Return a channel on a new duplicate of `comm`, which keeps a broken channel if the other ranks do not come.
+def open_channel(comm: MPI.Intracomm, operation: str) -> Channel:
+    """Return a channel on a new duplicate of `comm`, which keeps it, broken if the other ranks do not come.
 
     Collective: an Allgather of 16 bytes and the duplication, and what `give_back` sends. The trace shows none of it.
     """
@@ -279,7 +293,9 @@ def _new_channel(comm: MPI.Intracomm, operation: str) -> Channel:
         waiting.broken = waiting.broken or f"{first_use} ended with {type(error).__name__}"
         comm.Set_attr(_channel_key(), waiting)
         raise
-    return Channel(duplicate, _ROLL_CALL_TAG, int(headers[0]))
+    channel = Channel(duplicate, _ROLL_CALL_TAG, int(headers[0]))
+    comm.Set_attr(_channel_key(), channel)
+    return channel
 
 
 def _gathered(
@@ -293,8 +309,8 @@ def _gathered(
 
 # Communicators that this rank does not refer to any more, each with its number, which is the same on all of its ranks.
 # Finalizers append to the queue, at any time.
-_dropped: deque[tuple[int, MPI.Comm]] = deque()
-_garbage: dict[int, MPI.Comm] = {}
+_dropped: deque[tuple[int, MPI.Comm, Board | None]] = deque()
+_garbage: dict[int, tuple[MPI.Comm, Board | None]] = {}
 _taking = Lock()
 
 
@@ -303,9 +319,9 @@ def new_number() -> int:
     return secrets.randbits(62)
 
 
-def drop(number: int, comm: MPI.Comm) -> None:
+def drop(number: int, comm: MPI.Comm, board: Board | None = None) -> None:
     """Note that this rank does not refer to `comm` any more; calls no MPI, so that a finalizer may call it."""
-    _dropped.append((number, comm))
+    _dropped.append((number, comm, board))
 
 
 def garbage_count() -> int:
@@ -316,23 +332,32 @@ def garbage_count() -> int:
 def give_back(channel: Channel, operation: str) -> None:
     """Free the communicators that all of their ranks have dropped, if all of these are ranks of `channel`.
 
-    Collective: an Allgather of 8 bytes and an Allgatherv. All ranks free them in one order.
+    Collective: an Allgather of 8 bytes and an Allgatherv. All ranks free them in one order, after they have received
+    what was told over them: MPI may give the messages of a freed communicator to another one.
     """
     # Another thread may do the same over another communicator: each thread takes those that it may free. A communicator
     # is freed if all of its ranks have taken it for this call.
     with _taking:
         while _dropped:
-            number, comm = _dropped.popleft()
-            _garbage[number] = comm
+            number, comm, board = _dropped.popleft()
+            _garbage[number] = comm, board
         taken = dict(_garbage)
         _garbage.clear()
     try:
-        mine = np.array(sorted(taken), np.int64)
+        told = [(number, board.broadcasts if board else 0) for number, (_, board) in sorted(taken.items())]
+        mine = np.array(told, np.int64).reshape(-1)
         counts = _gathered(channel, np.array([mine.size], np.int64), [1] * channel.size, operation).tolist()
-        taken_by = Counter(_gathered(channel, mine, counts, operation).tolist())
-        for number in mine.tolist():
-            if taken_by[number] == taken[number].size:
-                taken.pop(number).Free()
+        taken_by: Counter[int] = Counter()
+        sent_on: Counter[int] = Counter()
+        for number, broadcasts in _gathered(channel, mine, counts, operation).reshape(-1, 2).tolist():
+            taken_by[number] += 1
+            sent_on[number] += broadcasts
+        for number, broadcasts in told:
+            comm, board = taken[number]
+            if taken_by[number] == comm.size:
+                if board is not None:
+                    board.receive(sent_on[number] - broadcasts)
+                taken.pop(number)[0].Free()
     finally:
         with _taking:
             _garbage.update(taken)

@@ -1,4 +1,10 @@
-"""The errors of a call that the ranks make together."""
+"""The errors of a call that the ranks make together, and how an error gets to another rank."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=Exception)
 
 FORKED = (
     "this process was forked from a rank and is no rank: only the rank itself communicates. Pass NumPy arrays to the "
@@ -12,3 +18,53 @@ class CollectiveError(RuntimeError):
 
 class CollectiveTimeout(CollectiveError):
     """A collective waited too long, or torch's failed; its communicator cannot be used any more."""
+
+
+_RAISED: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *(IndexError, TypeError, ValueError, MemoryError, NotImplementedError, OverflowError, CollectiveError),
+        *(OSError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
+        *(ImportError, RuntimeError),
+    )
+}
+
+
+def kind_of(error: BaseException) -> str:
+    """Name the nearest type of `error` that every rank can raise."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _RAISED), "RuntimeError")
+
+
+def text_of(error: BaseException) -> str:
+    """Return `str(error)`, after the name of its type if no rank can raise that one.
+
+    It is the name alone if `str` raises: the other ranks wait for a text.
+    """
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception:
+        return name
+    is_raised = any(kind.__name__ in _RAISED for kind in type(error).__mro__)
+    return text if is_raised else f"{name}: {text}" if text else name
+
+
+def error_of(kind: str, text: str) -> Exception:
+    """Return the error that another rank has told."""
+    return _RAISED[kind](text)
+
+
+def known(error: Error, ranks: frozenset[int]) -> Error:
+    """Return `error`, whose text names ranks, marked as one that `ranks` of COMM_WORLD raise as well."""
+    vars(error)["raised_by"] = ranks
+    return error
+
+
+def knowing_ranks(error: BaseException) -> frozenset[int]:
+    """Return the ranks of COMM_WORLD that are known to raise `error`."""
+    return vars(error).get("raised_by", frozenset())
+
+
+def names_ranks(error: BaseException) -> bool:
+    """Tell whether the text of `error` names the ranks that have found it."""
+    return "raised_by" in vars(error)

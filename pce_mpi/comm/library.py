@@ -55,6 +55,15 @@ def check_mpi() -> None:
         raise RuntimeError("MPI has been finalized: make all calls that communicate before MPI.Finalize()")
 
 
+def is_running() -> bool:
+    """Tell whether this process is a rank that may call MPI now."""
+    try:
+        check_mpi()
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
 @cache
 def _states_of_mpi() -> tuple[Callable[[], bool], Callable[[], bool]]:
     from mpi4py import MPI

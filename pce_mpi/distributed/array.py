@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 import math
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from zlib import crc32
 
 import numpy as np
 
 from pce_mpi.arrays import REAL, array_namespace, is_floating, is_real, to_host
+from pce_mpi.comm.board import program, tell_from_here, telling_methods
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.pictures import array_size, draw_array
@@ -72,11 +74,23 @@ def operation(function: Function) -> Function:
 def _operators(name: str) -> tuple[Operator, Operator]:
     """Make two operators of the operation `name`: for a `DistArray` on the left, and for one on the right."""
 
+    number = crc32(name.encode())
+
     def left(self: DistArray, other: Any) -> DistArray:
-        return OPERATIONS[name](self, other)
+        program.place = hash((program.place, number))
+        try:
+            return OPERATIONS[name](self, other)
+        except Exception as error:
+            tell_from_here(error)
+            raise
 
     def right(self: DistArray, other: Any) -> DistArray:
-        return OPERATIONS[name](other, self)
+        program.place = hash((program.place, number))
+        try:
+            return OPERATIONS[name](other, self)
+        except Exception as error:
+            tell_from_here(error)
+            raise
 
     return left, right
 
@@ -523,6 +537,9 @@ class DistArray:
 
     def __array_function__(self, function: Any, types: Any, positional: Any, named: Any) -> Any:
         return OPERATIONS["_function"](function, positional, named)
+
+
+telling_methods(DistArray, ("left", "right", "__init__", "__repr__", "__copy__", "__deepcopy__", "__reduce__", "plot"))
 
 
 def owned(local: Array, foreign: Array) -> Array:

@@ -20,7 +20,7 @@ from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, redistribute
-from pce_mpi.distributed.mesh import Mesh, text_of_dims
+from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.distributed.tensor_files import CODES, TensorFile, names_shown, shown
@@ -85,7 +85,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     """
     mesh = _mesh_of(arrays)
     _check_ranks(mesh)
-    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
+    comm, over = mesh.along(mesh.dims)
     described: dict[str, str] = {}
     writer: TensorWriter | None = None
     with local_checks() as checks:
@@ -173,7 +173,7 @@ def load(
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a Mesh, got {type(mesh).__name__}")
     _check_ranks(mesh)
-    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
+    comm, over = mesh.along(mesh.dims)
     arrays: dict[str, DistArray] = {}
     called: dict[str, Any] = {"requires_grad": bool(requires_grad)}
     described: dict[str, str] = {}
@@ -265,7 +265,7 @@ def _gathered(array: DistArray) -> Blocks:
     blocks = [local.reshape(-1)[:0]] * mesh.size
     if _is_first(sharding, mesh.coordinates):
         blocks[0] = local
-    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
+    comm, over = mesh.along(mesh.dims)
     with cause("save", over, reason):
         received = all_to_all(blocks, comm, shapes)
     if mesh.rank > 0:

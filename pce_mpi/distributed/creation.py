@@ -13,7 +13,7 @@ from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, checked_dtype, owned
-from pce_mpi.distributed.mesh import Mesh, check_mesh, text_of_dims
+from pce_mpi.distributed.mesh import Mesh, check_mesh
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import run_step, steps
 from pce_mpi.distributed.sharding import Sharding
@@ -94,7 +94,7 @@ def distribute(
 def _sent_from(
     array: Any, mesh: Mesh, src_rank: int, requires_grad: bool, placements: Mapping[str, Placement]
 ) -> DistArray:
-    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
+    comm, over = mesh.along(mesh.dims)
     said = ""
     taken: Array = None
     called: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def from_local(
     (3, 2)
     """
     check_mesh(mesh)
-    comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
+    comm, over = mesh.along(mesh.dims)
     taken: Array = None
     called: dict[str, Any] = {}
     with local_checks() as checks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 import json
 import math
 import operator
@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
-from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, call_of, local_checks
-from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number
+from pce_mpi.comm.agreement import agree, agree_on_call, agreed, all_gather_text, call_of, local_checks
+from pce_mpi.comm.board import tell, telling, world_ranks
+from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number, open_channel
 from pce_mpi.comm.errors import CollectiveError
 from pce_mpi.comm.library import comm_text, is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
-from pce_mpi.comm.rank_texts import text_by_rank
+from pce_mpi.comm.rank_texts import RanksAlong, text_by_rank
 from pce_mpi.distributed.pictures import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims, Sharding
 from pce_mpi.exact.arithmetic import check_settings, current
@@ -91,6 +92,7 @@ class Mesh:
     Mesh(data=1, classes=1)
     """
 
+    @telling
     def __init__(self, comm: MPI.Intracomm, /, **dims: int) -> None:
         if not is_comm(comm):
             raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm_text(comm)}")
@@ -105,6 +107,7 @@ class Mesh:
             give_back(channel_of(comm, "Mesh"), "Mesh")
         cart = _made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
         self._begin(cart, sizes, cart.Get_coords(cart.rank))
+        self._open(cart, self._over(sizes), "Mesh")
 
     @classmethod
     def without_ranks(cls, coordinates: Mapping[str, int] | None = None, /, **dims: int) -> Mesh:
@@ -154,7 +157,9 @@ class Mesh:
         self.rank, self.size = cart.rank, cart.size
         self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
         self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): cart}
-        self._history = 0
+        self._history = self._beginnings = 0
+        self._in_world = None if isinstance(cart, NoRanks) else world_ranks(cart)
+        self._along: dict[tuple[str, ...], tuple[Any, RanksAlong]] = {}
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
         self._fault: Exception | None = None
         self.is_hollow = isinstance(cart, NoRanks)
@@ -190,18 +195,49 @@ class Mesh:
             return self._comms[dims]
         unknown = [dim for dim in dims if dim not in self.dims]
         if unknown:
-            raise ValueError(f"the mesh has no dim {unknown[0]!r}; its dims are {', '.join(self.dims)}")
+            error = ValueError(f"the mesh has no dim {unknown[0]!r}; its dims are {', '.join(self.dims)}")
+            tell(error)  # only users ask for such dims
+            raise error
         key = tuple(dim for dim in self.dims if dim in dims)
         if key not in self._comms:
             # Ranks that ask for different dims would get communicators of ranks that do not belong together.
-            said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(new_number(),), over=text_of_dims(self.dims))
-            first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
-            number, kept = said[0][first], [dim in key for dim in self.dims]
-            sub = self._cart.Sub
-            self._comms[key] = self._heard(
-                sub(kept) if self.is_hollow else _made(lambda: sub(kept), number, "Mesh.comm")
-            )
+            said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(new_number(),), over=self._over(self.dims))
+            kept = [dim in key for dim in self.dims]
+            if self.is_hollow:
+                self._comms[key] = self._heard(self._cart.Sub(kept))
+            else:
+                first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
+                made = self._heard(_made(lambda: self._cart.Sub(kept), said[0][first], "Mesh.comm"))
+                self._open(made, self._over(key), "Mesh.comm")
+                self._comms[key] = made
         return self._comms[key]
+
+    def along(self, dims: Collection[str]) -> tuple[Any, RanksAlong]:
+        """Return the communicator of the ranks that differ in `dims` only, and its name, by which messages name ranks.
+
+        Parameters
+        ----------
+        dims : collection of str
+            Names of dims.
+
+        Returns
+        -------
+        tuple of mpi4py.MPI.Cartcomm and str
+            The communicator, and the dims as text with the ranks in COMM_WORLD of the communicator.
+
+        Notes
+        -----
+        Collective as `comm` is.
+        """
+        key = tuple(dims)
+        if key not in self._along:
+            self._along[key] = self.comm(*dims), self._over(key)
+        return self._along[key]
+
+    def _over(self, dims: Collection[str]) -> RanksAlong:
+        # Without a reference to the mesh: channels keep the name.
+        names = partial(_world_rank, self.dim_sizes, dict(self.coordinates), tuple(dims), self._in_world)
+        return RanksAlong(text_of_dims(dims), names)
 
     def _heard(self, comm: Any) -> Any:
         """Return `comm`, which reports refused agreements to this mesh; it may outlive the mesh."""
@@ -213,6 +249,13 @@ class Mesh:
 
         comm.refused = refused
         return comm
+
+    @staticmethod
+    def _open(comm: Any, over: RanksAlong, operation: str) -> None:
+        """Make the channel of `comm` while all of its ranks are here: once one raises, they might not come for it."""
+        board = open_channel(comm, operation).board
+        assert board is not None
+        board.listener, board.over = comm.refused, over
 
     def note(self, checksum: int, what: str, in_full: str) -> None:
         """Remember that this rank has run an operation.
@@ -308,8 +351,8 @@ class Mesh:
         -----
         Collective over `dims`: one Allgather of 56 bytes. Every rank raises the same error.
         """
-        comm, over = self.comm(*dims), text_of_dims(dims)
-        facts = (self._history, fact)
+        comm, over = self._along.get(tuple(dims)) or self.along(dims)
+        facts, beginnings = (self._history, fact), self._beginnings
         arithmetic = current()
         if arithmetic.rounds_to_nearest:
             self._look_at_arithmetic()
@@ -318,10 +361,12 @@ class Mesh:
         call = {**call, "arithmetic": arithmetic.name}  # which decides what operations send
         known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))
         histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
-        if histories != (self._history,) * len(histories):
+        # What ranks have run before an error of one of them differs, and is not compared.
+        if self._beginnings == beginnings and histories != (self._history,) * len(histories):
             texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
             self._begin_again()
-            raise CollectiveError(_first_difference([json.loads(text) for text in texts], over))
+            difference = _first_difference([json.loads(text) for text in texts], over)
+            raise agreed(CollectiveError(difference), comm, operation)
         return list(others)
 
     def _begin_again(self) -> None:
@@ -330,7 +375,7 @@ class Mesh:
         Every refused agreement over a communicator of this mesh calls this, whichever function agreed: one rank may be
         in `agree`, another in a loss or in `save`, which have agreements of their own.
         """
-        self._history, self._fault = 0, None
+        self._history, self._fault, self._beginnings = 0, None, self._beginnings + 1
         self._recent.clear()
         self._recent.append((0, _REFUSED, _REFUSED))
 
@@ -369,6 +414,20 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"
+
+
+def _world_rank(
+    sizes: Dims, coordinates: Mapping[str, int], dims: Sequence[str], in_world: Sequence[int] | None, rank: int
+) -> int:
+    """Return the number in COMM_WORLD of a rank along `dims`; without ranks that in the mesh."""
+    at = dict(coordinates)
+    for dim, size in reversed(sizes):
+        if dim in dims:
+            rank, at[dim] = divmod(rank, size)
+    found = 0
+    for dim, size in sizes:
+        found = found * size + at[dim]
+    return found if in_world is None else in_world[found]
 
 
 def _made(make: Callable[[], MPI.Cartcomm], number: int, operation: str) -> MPI.Cartcomm:

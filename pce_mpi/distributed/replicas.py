@@ -10,7 +10,6 @@ from pce_mpi.arrays import to_host
 from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.distributed.placements import Replicate
 
 
@@ -35,8 +34,8 @@ def check_replicas(x: DistArray) -> None:
     """
     if not isinstance(x, DistArray):
         raise TypeError(f"check_replicas takes a DistArray, got {type(x).__name__}")
-    mesh, over = x.mesh, text_of_dims(x.mesh.dims)
-    comm = mesh.comm(*mesh.dims)
+    mesh = x.mesh
+    comm, over = mesh.along(mesh.dims)
     mesh.agree(mesh.dims, "check_replicas", {"sharding": str(x.sharding), "shape": x.shape, "dtype": x.dtype.name})
     host = np.ascontiguousarray(to_host(x.local))
     digest = hashlib.blake2b(host.view(np.uint8).data if host.size else b"", digest_size=16).hexdigest()

@@ -41,7 +41,7 @@ from pce_mpi.loss.statistics import (
     class_statistics_backward,
     class_statistics_forward,
 )
-from pce_mpi.loss.tensors import tensors_for_tensors
+from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 from pce_mpi.loss.truncation import Nucleus
 
 __all__ = [
@@ -210,7 +210,7 @@ def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[L
         return forward(prepare(Options.of("softmax_cross_entropy_forward", options, LossOptions), logits, targets))
 
 
-@tensors_for_tensors
+@tensors_on_this_rank
 def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = None) -> Array:
     """Compute the gradient of the logits from the gradient of the loss.
 

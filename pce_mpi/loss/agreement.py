@@ -16,7 +16,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import to_host
+from pce_mpi.arrays import array_namespace, number_of, to_host
 from pce_mpi.comm.agreement import Call, agree_on_call, local_checks, raise_together
 from pce_mpi.comm.errors import CollectiveError
 from pce_mpi.comm.library import check_comm, is_comm
@@ -106,7 +106,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
     if isinstance(comm, NoRanks):
         problem.place(0, asked or 0)
         return problem
-    checksums, starts, counts, highest, samples = said
+    checksums, starts, counts, highest, samples, sums = said
     num_classes = sum(counts)
     if options.num_classes is not None and num_classes != options.num_classes:
         wrong = f"num_classes = {options.num_classes}, but"
@@ -125,9 +125,10 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         if comm is None:
             raise out_of_range or RuntimeError("targets changed while they were checked")
         raise_together(comm, operation, out_of_range, over=over)
-    if checksums.count(checksums[0]) < len(checksums):
-        sums = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(checksums)}, over)
-        raise CollectiveError(f"ranks disagree on the values of {problem.targets_name}: {sums}")
+    for name, values in ((problem.targets_name, checksums), ("hidden", sums)):
+        if values.count(values[0]) < len(values):
+            by_rank = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(values)}, over)
+            raise CollectiveError(f"ranks disagree on the values of {name}: {by_rank}")
     _check_not_gathered(counts, samples, over, "logits" if problem.sharded[0] is problem.logits else "w")
     rank = 0 if comm is None else comm.rank
     problem.shards = starts, counts
@@ -139,14 +140,23 @@ def _facts(problem: Problem) -> tuple[int, ...]:
     """Return the facts of this rank's shard for the other ranks.
 
     They are a checksum of the targets or of the rows that count, the first class (-1: not given), the number of
-    classes, the highest target, and a checksum of a sample of the logits (0: the other ranks may pass the same).
+    classes, the highest target, a checksum of a sample of the logits (0: the other ranks may pass the same), and one of
+    `hidden` in linear functions.
     """
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)
     alone = options.comm is None or options.comm.size == 1 or isinstance(options.comm, NoRanks)
     sample = 0 if alone or options.num_classes is not None else _sample(*problem.sharded)
     checksum = 0 if alone or problem.alike is None else zlib.crc32(problem.alike.data)
-    return checksum, start, problem.classes, problem.highest_target, sample
+    hidden = 0 if alone or problem.hidden is None else _checksum(problem.hidden)
+    return checksum, start, problem.classes, problem.highest_target, sample, hidden
+
+
+def _checksum(array: Any) -> int:
+    """Return a checksum of the bits of an array: on the host by their order too, on a GPU of their sum."""
+    xp = array_namespace(array)
+    bits = xp.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+    return zlib.crc32(bits.data) if xp is np else number_of(bits.sum(dtype=np.uint64)) % 2**62
 
 
 def _sample(logits: Any, axis: int) -> int:

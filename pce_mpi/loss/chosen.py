@@ -21,7 +21,7 @@ from pce_mpi.loss.kernels import converted, kernel_of, standard_arithmetic
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.passes import PassResiduals
 from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, upstream_of
-from pce_mpi.loss.tensors import tensors_for_tensors
+from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -114,7 +114,7 @@ def take_classes_forward(logits: Any, ids: Any, **options: Unpack[ShardedAxisOpt
     return chosen_logits(Options.of("take_classes_forward", options, ShardedAxisOptions), logits, ids)
 
 
-@tensors_for_tensors
+@tensors_on_this_rank
 def take_classes_backward(dchosen: Any, residuals: ChosenResiduals) -> Array:
     """Compute the gradient of this rank's logits from that of the chosen ones.
 

@@ -92,7 +92,7 @@ class Product:
         problem = check(options, absent, targets, needs_targets=needs_targets)
         if problem.probabilities is not None:
             raise TypeError("targets must be class numbers, got probabilities")
-        problem.sharded = self.w, 1
+        problem.sharded, problem.hidden = (self.w, 1), self.hidden
         chunk = problem.options.chunk or (_ROWS if cupy_of(self.w) is None else _ROWS_ON_GPU)
         problem.also = {"features": self.w.shape[0], "dtype of w": name_of(self.w.dtype), "chunk": chunk}
         problem.also["bias given"] = self.bias is not None

@@ -23,7 +23,7 @@ from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, c
 from pce_mpi.loss.passes import PassResiduals, in_rows, probability_rows, reduced, row_softmax
 from pce_mpi.loss.problem import Problem, check, rows_and_classes, upstream_of
 from pce_mpi.loss.softmax_state import StateFields
-from pce_mpi.loss.tensors import tensors_for_tensors
+from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -164,7 +164,7 @@ def kl_divergence_forward(
         return divergence_of(prepare(_checked("kl_divergence_forward", options), student, teacher))
 
 
-@tensors_for_tensors
+@tensors_on_this_rank
 def kl_divergence_backward(
     dloss: Any, residuals: DivergenceResiduals, out: Any = None, *, of: str = "student"
 ) -> Array:

@@ -41,7 +41,8 @@ class Problem:
     `target_column`, (rows,), is the local column of each row's target; it is no column of this shard if another shard
     has the target, and -1 if the row does not count. `counted` is `valid`, or None on a GPU if all rows count; both are
     in the library of the logits. `sharded` is the array of which each rank passes its own classes, and its class axis.
-    `beside` are more logits of the same classes. `also` has more that must be the same on every rank.
+    `beside` are more logits of the same classes, and `hidden` vectors that all ranks pass. `also` has more that must be
+    the same on every rank.
 
     With `several` targets a row, `targets`, `valid` and `target_column` have all of them in the order of the caller's
     array. It has the shape `targets_shape`, and the name `targets_name` in messages. `members` has more class numbers,
@@ -75,6 +76,7 @@ class Problem:
     several: bool = False
     members: HostArray | None = None
     beside: tuple[Array, ...] = ()
+    hidden: Array | None = None
     also: Mapping[str, Hashable] = field(default_factory=dict)
 
     def place(self, class_start: int, num_classes: int) -> None:

@@ -21,7 +21,7 @@ from pce_mpi.loss.problem import LARGEST, Problem, check, target_text, upstream_
 from pce_mpi.loss.several import SeveralTargets, without_targets
 from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
 from pce_mpi.loss.support import Members, Outside, Support, checked_support
-from pce_mpi.loss.tensors import tensors_for_tensors
+from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -174,7 +174,7 @@ def class_statistics_forward(
         return statistics_of(Options.of("class_statistics_forward", options, StatisticsOptions), logits, targets)
 
 
-@tensors_for_tensors
+@tensors_on_this_rank
 def class_statistics_backward(
     residuals: StatisticsResiduals,
     *,

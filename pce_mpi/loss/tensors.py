@@ -1,17 +1,19 @@
-"""The shell of all functions of plain arrays: tensors of torch come out where only tensors go in.
+"""The door of all functions of plain arrays: tensors of torch come out where only tensors go in; errors are told.
 
 Torch is imported by those who make them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import wraps
 import sys
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
+from pce_mpi.comm.board import program, tell_from_here
 from pce_mpi.comm.communicators import give_up
 from pce_mpi.loss.options import Function
 from pce_mpi.loss.passes import MadeResiduals
@@ -20,23 +22,42 @@ from pce_mpi.loss.passes import MadeResiduals
 def tensors_for_tensors(function: Function) -> Function:
     """Make the results of a function tensors of torch if all arrays among its arguments are, those of residuals too.
 
-    A call that is left in the middle, by Ctrl-C, leaves its communicators marked as unusable.
+    The other ranks hear of its errors. A call that is left in the middle, by Ctrl-C, leaves its communicators marked as
+    unusable.
     """
+    name = crc32(function.__qualname__.encode())
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
+        program.place = hash((program.place, name))
         try:
             results = function(*arguments, **options)
+        except Exception as error:
+            tell_from_here(error)
+            raise
         except BaseException as error:
             comms = [comm for each in arguments if isinstance(each, MadeResiduals) for comm in each._comms]
             give_up([*comms, options.get("comm"), options.get("batch_comm")], function.__name__, error)
             raise
-        if "torch" in sys.modules:
-            kinds = set(_kinds((*arguments, *options.values())))
-            return _as_tensors(results) if kinds == {True} else results
-        return results
+        return _like(results, arguments, options) if "torch" in sys.modules else results
 
     return call  # type: ignore[return-value]  # it has the signature of `function`
+
+
+def tensors_on_this_rank(function: Function) -> Function:
+    """Make the results tensors, as `tensors_for_tensors` does, of a function that is each rank's own affair."""
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        results = function(*arguments, **options)
+        return _like(results, arguments, options) if "torch" in sys.modules else results
+
+    return call  # type: ignore[return-value]  # as above
+
+
+def _like(results: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    kinds = set(_kinds((*arguments, *options.values())))
+    return _as_tensors(results) if kinds == {True} else results
 
 
 def _kinds(values: Iterable[Any]) -> Iterator[bool]:

@@ -8,6 +8,7 @@ from typing import Any
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Vjp
 from pce_mpi.autograd.rules import Rule
+from pce_mpi.comm.board import telling
 
 
 def op(
@@ -72,4 +73,4 @@ def op(
 
     operation.__name__ = operation.__qualname__ = made.name
     operation.__doc__ = forward.__doc__
-    return operation
+    return telling(operation)

@@ -15,7 +15,6 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.loss.chunks import check_product
 from pce_mpi.loss.options import Options, Reduction
 from pce_mpi.loss.problem import check_per_class
@@ -132,13 +131,15 @@ def sharded_options(
     `rows` are axes of the first operand, and `classes` axes of the operand with the number `classes_of`.
     """
     mesh, shape = call.mesh, call.operands[classes_of].shape
-    over, batch_over = call.dims(classes, classes_of), call.dims(rows)
+    dims, batch_dims = call.dims(classes, classes_of), call.dims(rows)
+    comm, over = mesh.along(dims) if dims else (None, "")
+    batch_comm, batch_over = mesh.along(batch_dims) if batch_dims else (None, "")
     return Options(
         operation=operation,
-        comm=mesh.comm(*over) if over else None,
+        comm=comm,
         num_classes=math.prod(shape[axis] for axis in classes) or None,  # no classes raise an error of their own
-        over=text_of_dims(over),
-        batch_comm=mesh.comm(*batch_over) if batch_over else None,
-        batch_over=text_of_dims(batch_over),
+        over=over,
+        batch_comm=batch_comm,
+        batch_over=batch_over,
         **options,
     )

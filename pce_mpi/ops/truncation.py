@@ -107,17 +107,19 @@ def nucleus(
     with cause("nucleus", reason="the logits are reduced"):
         x = redistribute(logits.detach(), logits.sharding.natural)
     sharding, mesh = x.sharding, x.mesh
-    over = sharding.dims_of(axis)
-    rows_over = tuple(dim for dim in mesh.dims if any(dim in sharding.dims_of(a) for a in range(x.ndim) if a != axis))
+    dims = sharding.dims_of(axis)
+    row_dims = tuple(dim for dim in mesh.dims if any(dim in sharding.dims_of(a) for a in range(x.ndim) if a != axis))
+    comm, over = mesh.along(dims) if dims else (None, "")
+    batch_comm, batch_over = mesh.along(row_dims) if row_dims else (None, "")
     checked = Options(
         operation="nucleus",
         axis=axis,
         logit_scale=logit_scale,
-        comm=mesh.comm(*over) if over else None,
+        comm=comm,
         num_classes=x.shape[axis] or None,  # no classes raise an error of their own
-        over=text_of_dims(over),
-        batch_comm=mesh.comm(*rows_over) if rows_over else None,
-        batch_over=text_of_dims(rows_over),
+        over=over,
+        batch_comm=batch_comm,
+        batch_over=batch_over,
     )
     with standard_arithmetic():
         found = nucleus_of(checked, x.local, limits)
@@ -126,12 +128,12 @@ def nucleus(
     mine, shape = mine[:axis] + mine[axis + 1 :], x.shape[:axis] + x.shape[axis + 1 :]
     counts, rows = np.diff(offsets), np.zeros((3, *shape))
     rows[:, *mine] = counts.reshape(mass.shape), mass, log_mass
-    rows = _summed(rows, mesh, rows_over, "the sets of the rows of all ranks")
+    rows = _summed(rows, mesh, row_dims, "the sets of the rows of all ranks")
     all_offsets = np.concatenate([[0], np.cumsum(rows[0].astype(np.int64))])
     first = all_offsets[:-1].reshape(shape)[mine].reshape(-1)  # the places of the first classes of this rank's rows
     all_ids = np.zeros(all_offsets[-1], np.int64)
     all_ids[np.arange(len(ids)) + np.repeat(first - offsets[:-1], counts)] = ids
-    all_ids = _summed(all_ids, mesh, rows_over, "the classes in the sets of the rows of all ranks")
+    all_ids = _summed(all_ids, mesh, row_dims, "the classes in the sets of the rows of all ranks")
     xp = array_namespace(x.local)
     return Nucleus(*map(xp.asarray, (all_ids, all_offsets, *rows[1:].astype(mass.dtype))))
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, compute_dtype_of, to_host
 from pce_mpi.comm.agreement import agree, local_checks
+from pce_mpi.comm.board import telling_methods
 from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray, described, redistribute
 from pce_mpi.distributed.creation import distribute
@@ -46,6 +47,7 @@ def option(name: str, meaning: str) -> Any:
     return property(read, assign, doc=f"{meaning}, in each group without one of its own.")
 
 
+@telling_methods
 class Optimizer(ABC):
     """The common part of all optimizers: groups of parameters, communication, and the state that is saved.
 
@@ -299,7 +301,7 @@ class Optimizer(ABC):
                 for name in names[self._group_of[index]]:
                     array = arrays[f"{index}.{name}"]
                     called[f"{number}.{name}"] = f"{array.dtype} {array.sharding}"
-            comm, over = mesh.comm(*mesh.dims), text_of_dims(mesh.dims)
+            comm, over = mesh.along(mesh.dims)
             with local_checks() as checks:
                 agree(comm, "load_state", called, error=error, over=over, ranks_named=named)
                 self._check_order(here, arrays)

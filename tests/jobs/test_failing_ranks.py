@@ -60,7 +60,7 @@ def tell(call):
     start = time.time()
     try:
         told.append({"returned": call()})
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         told.append({"kind": type(error).__name__, "text": str(error)})
     told[-1]["seconds"] = (time.time() - start) / SECOND
     draft = folder / f"draft-{comm.rank}"
@@ -83,10 +83,10 @@ def patient():
 """
 
 
-def run(folder: Path, n: int, program: str, timeout: float | None = TIMEOUT) -> CompletedJob:
-    """A job of `n` ranks that has ended by itself; `timeout` is PCE_MPI_TIMEOUT."""
+def run(folder: Path, n: int, program: str, timeout: float | None = TIMEOUT, notice: float = 1000) -> CompletedJob:
+    """A job of `n` ranks that has ended by itself; `timeout` is PCE_MPI_TIMEOUT, and `notice` PCE_MPI_NOTICE."""
     second = slowdown(n)
-    env = {"SECOND": f"{second}"}
+    env = {"SECOND": f"{second}", "PCE_MPI_NOTICE": f"{notice * second}"}
     if timeout is not None:
         env["PCE_MPI_TIMEOUT"] = f"{timeout * second}"
     return launch_source(n, PROLOGUE + textwrap.dedent(program), str(folder), env=env)
@@ -304,7 +304,7 @@ def test_interrupted_wait_makes_communicator_unusable(tmp_path):
         tmp_path,
         2,
         """
-        class Interrupted(Exception):
+        class Interrupted(KeyboardInterrupt):
             pass
 
         def interrupt(*_):
@@ -378,6 +378,51 @@ def test_rank_late_but_in_time_is_waited_for(tmp_path):
         ] * 2  # log 9
 
 
+def test_long_wait_is_said_once_for_each_operation(tmp_path):
+    job = run(
+        tmp_path,
+        3,
+        """
+        loss()
+        for _ in range(2):
+            if comm.rank == 1:
+                time.sleep(3 * SECOND)
+            tell(loss)
+        """,
+        timeout=60,
+        notice=0.5,
+    )
+    assert job.returncode == 0, job.stderr
+    [line] = re.findall("^pce_mpi: .*", job.stderr, re.MULTILINE)
+    waits = (
+        r"pce_mpi: ranks 0, 2 have waited \d+ s in softmax_cross_entropy; rank 1 has not come \(the wait ends after .*"
+    )
+    assert re.fullmatch(waits, line)
+    assert all("returned" in report for rank in range(3) for report in told(tmp_path, rank))
+
+
+@pytest.mark.parametrize("first", ["", "loss()"], ids=["first use of the mesh", "later"])
+def test_wait_for_ranks_that_have_ended_is_said_at_once(tmp_path, first):
+    # The first mistake of all: only one rank asks for the whole array.
+    job = run(
+        tmp_path,
+        3,
+        f"""
+        mesh = pce.Mesh(comm, data=3)
+        w = pce.distribute(np.ones((4, 2)), mesh, data=pce.Shard(0))
+        {first}
+        if mesh.rank == 0:
+            tell(lambda: w.full().tolist())
+            raise SystemExit("enough")
+        """,
+        timeout=5,
+    )
+    [report] = told(tmp_path, 0)
+    assert_timed_out(report, "full", "silent: ranks 1, 2")
+    said = r"^pce_mpi: rank 0 along data has waited \d+ s in full; ranks 1, 2 along data have ended"
+    assert len(re.findall(said, job.stderr, re.MULTILINE)) == 1
+
+
 def test_bad_timeout_is_clear_error_on_every_rank(tmp_path):
     job = run(
         tmp_path,
@@ -432,6 +477,70 @@ def test_rank_that_raises_or_exits_ends_job(tmp_path, n, before, who, deed, said
     )
     assert job.returncode != 0
     assert said in job.stderr
+
+
+def test_error_between_calls_is_raised_by_ranks_that_wait(tmp_path):
+    job = run(
+        tmp_path,
+        3,
+        """
+        loss()
+        if comm.rank == 1:
+            raise LookupError("no data")
+        tell(loss)
+        wait_for([0, 2], times=1)
+        """,
+        timeout=60,
+    )
+    for rank in (0, 2):
+        [report] = told(tmp_path, rank)
+        assert (report.get("kind"), report.get("text")) == ("RuntimeError", "LookupError: no data (rank 1)")
+    assert "LookupError: no data\n" in job.stderr
+    assert job.returncode != 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "pce.nucleus(x, top_p=0.9, comm=comm)",
+        "pce.top_k(x, 400, comm=comm)",
+        "pce.class_statistics(x, several, comm=comm)",
+        "pce.class_statistics(x, several[:, 0], support=few, outside='-inf', comm=comm)",
+        "pce.class_statistics(x, several[:, 0], support=many, outside='-inf', comm=comm)",
+        "pce.softmax_cross_entropy_value_and_grad(x, several[:, 0], comm=comm)",
+    ],
+)
+def test_memory_short_on_one_rank_is_told_on_all(tmp_path, call):
+    job = run(
+        tmp_path,
+        3,
+        f"""
+        import resource
+
+        x = np.random.default_rng(comm.rank).standard_normal((1000, 4000), np.float32)
+        several = np.random.default_rng(0).integers(0, 12000, (1000, 64))
+        few, many = (pce.nucleus(x, top_k=k, comm=comm)[:2] for k in (5, 500))
+        call = lambda: {call} is None
+        call()  # whatever is made once is made
+        for spare in (1, 6, 30):
+            if comm.rank == 2:
+                pages = int(Path("/proc/self/statm").read_text().split()[0])
+                resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + spare * 2**20, -1))
+            tell(call)
+            resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+            tell(loss)
+        """,
+        timeout=60,
+    )
+    assert job.returncode == 0, job.stderr
+    reports = [told(tmp_path, rank) for rank in range(3)]
+    for first, second, third in zip(*(each[::2] for each in reports), strict=True):
+        kinds = {each.get("kind") for each in (first, second)}
+        assert kinds in ({None}, {"MemoryError"}, {"RuntimeError"})  # MPI's own shortage is no MemoryError
+        assert (third.get("kind") is None) == (kinds == {None})
+        assert all("(rank 2)" in each["text"] for each in (first, second) if kinds != {None})
+    for after in (report for each in reports for report in each[1::2]):
+        assert after.get("returned") == pytest.approx(2.1972245773362196, rel=1e-15)  # log 9
 
 
 def test_rank_that_is_killed_in_midst_ends_job(tmp_path):

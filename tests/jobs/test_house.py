@@ -59,6 +59,7 @@ WINGS: dict[str, tuple[set[str], list[Room]]] = {
             room("torch_group", "arrays", "mpi4py"),
             room("library", "arrays"),
             room("launch", "arrays"),
+            room("board", "arrays"),
             room("communicators", "arrays"),
             room("agreement", "arrays"),
             room("buffers", "mpi4py"),

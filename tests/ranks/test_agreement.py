@@ -317,7 +317,7 @@ BAD = [
     Wrong(TypeError, "logits must be an array of numbers, got object", {"logits": object()}),
     Wrong(TypeError, "logits cannot be taken as an array: ...", {"logits": [[1.0, 2.0], [3.0]]}),
     Wrong(RuntimeError, "Mute", {"logits": Muting()}),
-    Wrong(RuntimeError, "'this array cannot be read'", {"logits": Unreadable()}),
+    Wrong(RuntimeError, "KeyError: 'this array cannot be read'", {"logits": Unreadable()}),
     Wrong(ValueError, f"{WEIGHT}...,)", weight_as(np.float32, classes=1), weight_as()),
     Wrong(ValueError, f"{WEIGHT}..., 2)", weight_as(np.float32, 2), weight_as()),
     Wrong(TypeError, "weight must be real numbers, got complex64", weight_as(np.complex64), weight_as()),
@@ -870,7 +870,10 @@ def test_row_groups_that_differ_in_option_raise(comm, case):
         if grid.row_groups > 1:
             last = grid.row_groups - 1
             arguments = case.arguments(grid.arguments(), fault=grid.row_group == last)
-            said = case.text.format(others=ranks_text(*range(last)), last=ranks_text(last))
+            others, fault = (
+                text.replace(")", " of batch_comm)") for text in (ranks_text(*range(last)), ranks_text(last))
+            )
+            said = case.text.format(others=others, last=fault)
             grid.assert_refused(pce.softmax_cross_entropy_value_and_grad, arguments, CollectiveError, said)
 
 
@@ -881,9 +884,10 @@ def test_row_groups_of_other_classes_or_function_raise(comm):
             arguments = grid.arguments()
             if grid.row_group == 0 and grid.comm.rank == 0:
                 arguments["logits"] = np.pad(arguments["logits"], ((0, 0), (0, 3)))
-            said = f"num_classes: 19 (rank 0), 16 {ranks_text(*range(1, grid.row_groups))}"
+            others = ranks_text(*range(1, grid.row_groups)).replace(")", " of batch_comm)")
+            said = f"num_classes: 19 (rank 0 of batch_comm), 16 {others}"
             grid.assert_refused(pce.softmax_cross_entropy, arguments, CollectiveError, said)
-            said = "operation: softmax_cross_entropy (rank 0), softmax_cross_entropy_forward"
+            said = "operation: softmax_cross_entropy (rank 0 of batch_comm), softmax_cross_entropy_forward"
             grid.assert_refused(LOSSES[grid.row_group > 0], grid.arguments(), CollectiveError, said)
 
 

@@ -555,9 +555,9 @@ def test_ranks_that_save_different_arrays_all_raise(comm, line, old_file, severa
     paths = refused(comm, CollectiveError, pce.save, old_file if first else f"{old_file}.2", {"w": w})
     one_bad = refused(comm, TypeError, pce.save, old_file, {"w": w, "v": v if first else 3})
     assert_old_file_is_left(comm, old_file)
-    assert "disagree on w: 'float32 (2, 2), data: Replicate()' (rank 0)" in shape
+    assert "disagree on w: 'float32 (2, 2), data: Replicate()' (rank 0 along data)" in shape
     assert "u:" not in shape
-    assert "v: not given (rank 0)" in names
+    assert "v: not given (rank 0 along data)" in names
     assert "in order" in order
     assert "path" in paths
     assert "rank 0" not in one_bad
@@ -827,8 +827,8 @@ def test_ranks_that_load_different_things_all_raise(comm, line, old_file, severa
     first = comm.rank == 0
     placed = refused(comm, CollectiveError, pce.load, old_file, line, {"w": {"data": Shard(int(first))}})
     required = refused(comm, CollectiveError, pce.load, old_file, line, requires_grad=first)
-    assert "disagree on w: 'float32 (2, 2), data: Shard(1)' (rank 0)" in placed
-    assert "requires_grad: True (rank 0), False" in required
+    assert "disagree on w: 'float32 (2, 2), data: Shard(1)' (rank 0 along data)" in placed
+    assert "requires_grad: True (rank 0 along data), False" in required
 
 
 def test_loading_without_ml_dtypes_says_what_to_install(comm, line, folder, monkeypatch):

@@ -444,7 +444,7 @@ def test_ranks_that_disagree_hear_so_on_every_rank(comm, mesh, impatient, what):
     if comm.size > 1:
         assert error[0] == "CollectiveError"
         assert error[1].startswith(f"ranks disagree on {what.removesuffix(' of one')}: ")
-        assert re.search(r"\(rank 0\), .* \(ranks? 1", error[1])
+        assert re.search(r"\(rank 0 along data\), .* \(ranks? 1", error[1])
 
 
 # ----------------------------------------------------------------------------------------- what an array says of itself

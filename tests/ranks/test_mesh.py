@@ -136,8 +136,9 @@ def test_ranks_that_ask_for_different_communicators_raise(comm, impatient):
     if comm.size > 1:
         kind, text = error
         others = "rank 1" if comm.size == 2 else f"ranks {', '.join(map(str, range(1, comm.size)))}"
+        over = "data, model"
         assert kind == "CollectiveError"
-        assert text == f"ranks disagree on dims: ('data',) (rank 0), ('model',) ({others})"
+        assert text == f"ranks disagree on dims: ('data',) (rank 0 along {over}), ('model',) ({others} along {over})"
     assert ranks == list(range(comm.size))
     assert alone == [comm.rank]
 

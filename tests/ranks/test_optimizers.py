@@ -229,7 +229,7 @@ def test_ranks_with_other_groups_raise_together(comm, several):
     parameters = [pce.distribute(np.zeros(2), mesh, requires_grad=True) for _ in range(3)]
     first = 1 if comm.rank else 2
     optimizer = SGD([{"params": parameters[:first]}, {"params": parameters[first:], "lr": 0.5}], lr=0.1)
-    with pytest.raises(pce.CollectiveError, match=r"parameters\[0:2\] lr: 0.1 \(rank 0\), not given"):
+    with pytest.raises(pce.CollectiveError, match=r"parameters\[0:2\] lr: 0.1 \(rank 0 along data\), not given"):
         optimizer.step()
 
 
@@ -514,7 +514,7 @@ def test_ranks_with_other_states_raise_together(comm, several):
     after(optimizer, w, gradients[:1])
     state = optimizer.state()
     first = comm.rank == 0
-    with pytest.raises(pce.CollectiveError, match=r"disagree on 0\.step: 1 \(rank 0\), 2"):
+    with pytest.raises(pce.CollectiveError, match=r"disagree on 0\.step: 1 \(rank 0 along data\), 2"):
         optimizer.load_state(state | {"0.step": pce.distribute(1 if first else 2, mesh)})
     placed = Sharding.of(mesh.dim_sizes, values.shape, {"data": Shard(int(first))})
     moved = DistArray(values[placed.slices(mesh.coordinates)], mesh, placed)
