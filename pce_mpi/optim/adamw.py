@@ -7,14 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.comm.board import telling_methods
 from pce_mpi.optim.optimizer import Optimizer, option
 from pce_mpi.optim.parameters import Parameters, not_negative
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-@telling_methods
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
 

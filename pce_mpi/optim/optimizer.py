@@ -76,6 +76,9 @@ class Optimizer(ABC):
     # The buffers of squares, which must not be negative.
     _squares: tuple[str, ...] = ()
 
+    def __init_subclass__(cls) -> None:
+        telling_methods(cls)
+
     def __init__(self, parameters: Parameters | Iterable[Mapping[str, Any]], **defaults: Any) -> None:
         groups = in_groups(parameters)
         self.parameters: list[DistArray] = [parameter for group in groups for parameter in group["params"]]

@@ -6,14 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.comm.board import telling_methods
 from pce_mpi.optim.optimizer import Optimizer, option
 from pce_mpi.optim.parameters import Parameters, not_negative
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 
-@telling_methods
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum, Nesterov's momentum and weight decay.
 

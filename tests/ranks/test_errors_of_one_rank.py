@@ -181,7 +181,7 @@ def met(at: At, found: Any) -> None:
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("grid", [False, True], ids=["line", "grid"])
 @pytest.mark.sizes(2, 3, 4)
-def test_wrong_argument_of_one_rank_is_raised_on_all(comm, name, grid, several, impatient):
+def test_wrong_argument_of_one_rank_raises_everywhere(comm, name, grid, several, impatient):
     if grid and comm.size % 2:
         pytest.skip("a grid of 2 x n ranks: run this on 2 or 4")
     at = At(comm, grid)
