@@ -479,7 +479,7 @@ def test_rank_that_raises_or_exits_ends_job(tmp_path, n, before, who, deed, said
     assert said in job.stderr
 
 
-def test_error_between_calls_is_raised_by_ranks_that_wait(tmp_path):
+def test_error_between_calls_reaches_ranks_that_wait(tmp_path):
     job = run(
         tmp_path,
         3,
@@ -510,7 +510,7 @@ def test_error_between_calls_is_raised_by_ranks_that_wait(tmp_path):
         "pce.softmax_cross_entropy_value_and_grad(x, several[:, 0], comm=comm)",
     ],
 )
-def test_memory_short_on_one_rank_is_told_on_all(tmp_path, call):
+def test_memory_short_on_one_rank_raises_everywhere(tmp_path, call):
     job = run(
         tmp_path,
         3,
