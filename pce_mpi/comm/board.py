@@ -16,7 +16,7 @@ A rank that waits for long, or for one whose program has ended, says so on stand
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, wraps
 from inspect import isfunction
@@ -61,8 +61,9 @@ class Board:
     collective behind, another communicator takes the place of `comm`.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, near: Sequence[int]) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._near = near
         self.position = self.place = 0
         self.is_open = False
         self.listener: Callable[[], None] | None = None  # is called where the ranks come together
@@ -97,9 +98,10 @@ class Board:
             self._listen()
 
     def end(self) -> None:
-        """Tell some ranks, of which each one waits for all, that this one ends."""
-        distances = [2**bit for bit in range((self.size - 1).bit_length())]
-        self._send("ends", to={(self.rank + sign * each) % self.size for each in distances for sign in (1, -1)})
+        """Tell some ranks of the same host that this one ends: over a network MPI warns of messages nobody takes."""
+        here, count = self._near.index(self.rank), len(self._near)
+        distances = [sign * 2**bit for bit in range((count - 1).bit_length()) for sign in (1, -1)]
+        self._send("ends", to={self._near[(here + each) % count] for each in distances})
 
     def leave(self) -> bool:
         """Note that this rank leaves a collective; return False unless an error says so to the others."""

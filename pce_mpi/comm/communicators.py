@@ -15,7 +15,7 @@ ranks.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 import os
 import secrets
@@ -23,6 +23,7 @@ from threading import Lock
 import time
 from typing import TYPE_CHECKING, Any
 import warnings
+from zlib import crc32
 
 import numpy as np
 
@@ -56,11 +57,12 @@ class Channel:
     """A communicator on which only this package sends, and the bounded wait for what is sent on it.
 
     `number` is the name by which all ranks know the communicator; None if it is the caller's, which has no `board`.
+    `near` has the ranks on the same host.
     """
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, number: int | None = None):
+    def __init__(self, comm: MPI.Intracomm, tag: int, number: int | None = None, near: Sequence[int] = ()):
         self.comm = comm
-        self.board = None if number is None else Board(comm)
+        self.board = None if number is None else Board(comm, near)
         self.rank, self.size = comm.rank, comm.size
         self._number = number
         self._tag = tag
@@ -270,7 +272,7 @@ def channel_of(comm: MPI.Intracomm | NoRanks | TorchGroup, operation: str) -> An
 def open_channel(comm: MPI.Intracomm, operation: str) -> Channel:
     """Return a channel on a new duplicate of `comm`, which keeps it, broken if the other ranks do not come.
 
-    Collective: an Allgather of 16 bytes and the duplication, and what `give_back` sends. The trace shows none of it.
+    Collective: an Allgather of 24 bytes and the duplication, and what `give_back` sends. The trace shows none of it.
     """
     from mpi4py import MPI
 
@@ -282,8 +284,9 @@ def open_channel(comm: MPI.Intracomm, operation: str) -> Channel:
     waiting = Channel(comm, highest)
     first_use = f"{operation} (its first use of the communicator)"
     try:
-        headers = _gathered(waiting, np.array([new_number(), garbage_count()], np.int64), [2] * waiting.size, first_use)
-        if headers[1::2].any():  # before the duplication, as all other communicators may be in use
+        header = np.array([new_number(), garbage_count(), crc32(MPI.Get_processor_name().encode())], np.int64)
+        headers = _gathered(waiting, header, [3] * waiting.size, first_use).reshape(-1, 3)
+        if headers[:, 1].any():  # before the duplication, as all other communicators may be in use
             give_back(waiting, first_use)
         duplicate, request = comm.Idup()
         waiting.wait(request, first_use, duplicate)
@@ -293,7 +296,8 @@ def open_channel(comm: MPI.Intracomm, operation: str) -> Channel:
         waiting.broken = waiting.broken or f"{first_use} ended with {type(error).__name__}"
         comm.Set_attr(_channel_key(), waiting)
         raise
-    channel = Channel(duplicate, _ROLL_CALL_TAG, int(headers[0]))
+    near = np.flatnonzero(headers[:, 2] == header[2]).tolist()
+    channel = Channel(duplicate, _ROLL_CALL_TAG, int(headers[0, 0]), near)
     comm.Set_attr(_channel_key(), channel)
     return channel
 

@@ -18,6 +18,10 @@ class RanksAlong(str):
 
     world_rank: Callable[[int], int]
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """A copy is the text alone."""
+        return str, (str(self),)
+
 
 def text_by_rank(values: Mapping[int, str], over: str = "comm", between: str = ", ") -> str:
     """Return `values` by rank of the communicator `over` as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'."""

@@ -108,7 +108,7 @@ def _warn_once(name: str, operands: Sequence[Any]) -> None:
         warnings.warn(
             f"{name} has no placement rule and runs on the whole array on every rank: {size:,} bytes are gathered, and "
             "again in each later call, without this warning. Gather once by .full(), or give it a rule by pce_mpi.op",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -31,12 +31,14 @@ def test_gpu_option_skips_tests_of_stand_in():
     job = launch_source(1, PYTEST, "tests/ranks/test_staging.py", "-k", "share_its_gpus_out or used_again")
     assert job.returncode == 0, job.stdout
     assert "about the stand-in for CuPy, or by its means" in job.stdout
-    assert job.stdout.splitlines()[-1].startswith("3 skipped")
+    assert job.stdout.splitlines()[-1].startswith("2 skipped, ")  # one of the three shows nothing on one rank
 
 
-@pytest.mark.parametrize("name", ["tests/kernels -k anywhere", "tests/ranks/test_accuracy.py -k rounded_after"])
-def test_gpu_option_copies_arrays_both_ways(name):
-    job = launch_source(1, PYTEST, *name.split())
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(1, "tests/kernels -k anywhere"), (2, "tests/ranks/test_accuracy.py -k rounded_after")]
+)
+def test_gpu_option_copies_arrays_both_ways(ranks, name):
+    job = launch_source(ranks, PYTEST, *name.split())
     assert job.returncode == 0, job.stdout
     assert " passed" in job.stdout
     assert "skipped" not in job.stdout

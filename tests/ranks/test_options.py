@@ -84,7 +84,7 @@ def test_temperature_raises_and_names_the_scale(comm, function):
     assert not taking("temperature", pce, pce.dense)
     x = pce.distribute(np.zeros((2, 2)), alone())
     required = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
-    given_arrays = [x if function.__module__.startswith("pce_mpi.ops") else x.full() for _ in required]
+    given_arrays = [x if inspect.unwrap(function).__module__.startswith("pce_mpi.ops") else x.full() for _ in required]
     with pytest.raises(TypeError, match="argument 'temperature'; logit_scale = 1 / temperature; its options are"):
         function(*given_arrays, temperature=2.0)
 
