@@ -276,8 +276,8 @@ def open_channel(comm: MPI.Intracomm, operation: str) -> Channel:
     """
     from mpi4py import MPI
 
-    if comm.size == 1 and (apart := why_apart(MPI.COMM_WORLD)):
-        warnings.warn(apart, RuntimeWarning, stacklevel=2)
+    if comm.size == 1:
+        _warn_of_ranks_apart()
     # Before this private communicator exists, the roll call uses the caller's, with the highest tag there is, and only
     # after a timeout, when the program is lost anyway.
     highest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
@@ -300,6 +300,14 @@ def open_channel(comm: MPI.Intracomm, operation: str) -> Channel:
     channel = Channel(duplicate, _ROLL_CALL_TAG, int(headers[0, 0]), near)
     comm.Set_attr(_channel_key(), channel)
     return channel
+
+
+@cache
+def _warn_of_ranks_apart() -> None:
+    from mpi4py import MPI
+
+    if apart := why_apart(MPI.COMM_WORLD):
+        warnings.warn(apart, RuntimeWarning, stacklevel=3)
 
 
 def _gathered(
