@@ -6,9 +6,11 @@ rank that has waited for some milliseconds looks for such messages. It raises th
 if that rank raised before it joined the collective in question.
 
 An error that is caught does no harm. Before a rank begins its next collective over a communicator after an error, the
-ranks tell each other where they are. If all of them have made the same calls, as where all have caught an error, or one
-alone has caught one that left nobody waiting, they go on. (A rank that waits there already gives the other
-`_GRACE_SECONDS` to come.) Otherwise a collective was left behind that never ends, and they take another communicator.
+ranks tell each other where they are. If all of them have made the same calls and are at one line of the program, as
+where all have caught an error, or one alone has caught one that left nobody waiting, they go on. (A rank that waits
+there already gives the other `_GRACE_SECONDS` to come.) Otherwise a collective was left behind that never ends, and they
+take another communicator. Ranks that go on at different lines would take each other's numbers: that is an error, and
+the communicator is not used again.
 
 A rank that waits for long, or for one whose program has ended, says so on standard error, once for each operation.
 """
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = TypeVar("Kind", bound=type)
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TAG = 2
 _NAP = 0.0002
 # How long a rank that has raised in an earlier call may take to come, after another has found that it waits for it.
@@ -66,7 +69,7 @@ class Board:
         self._near = near
         self.position = self.place = 0
         self.is_open = False
-        self.listener: Callable[[], None] | None = None  # is called where the ranks come together
+        self.listener: Callable[[], object] = int  # is called where the ranks come together
         self.over = "comm"
         self._has_left = False
         self._heard_of_error = 0.0
@@ -118,7 +121,7 @@ class Board:
         now = time.monotonic()
         self._heard_of_error = self._heard_of_error or now
         arrived = self._said("arrives")
-        here = self.position - 1, self.place
+        here = [self.position - 1, self.place, *_line_of_program()]
         is_patient = now < self._heard_of_error + _GRACE_SECONDS
         is_coming = [
             arrived[rank] == [*here, _BEGINS]
@@ -133,7 +136,7 @@ class Board:
         rank = min(errors)
         *_, is_named, kind, text = errors[rank]
         error = error_of(kind, text if is_named else text_by_rank({rank: text}, self.over))
-        raise known(error, frozenset() if self.is_open else self.world_ranks)
+        raise known(error, frozenset())
 
     def say_who_waits(self, operation: str, start: float) -> None:
         """Write a line, if this rank is the lowest of those that have waited in `operation` for long."""
@@ -149,24 +152,27 @@ class Board:
             here = [self.position, operation]
             waiting = {self.rank, *(rank for rank, said in self._said("waits").items() if said == here)}
             if self.rank == min(waiting):
+                where, inner = program.call, operation.partition(":")[0]
                 ended = self._ended - waiting
                 absent = set(range(self.size)) - waiting - ended
                 told = [
                     f"{ranks_text(sorted(ranks), self.over)} {'have' if len(ranks) > 1 else 'has'} {what}"
                     for ranks, what in (
-                        (waiting, f"waited {now - start:.0f} s in {operation.partition(':')[0]}"),
+                        (waiting, f"waited {now - start:.0f} s in {where if inner == where else f'{where} ({inner})'}"),
                         (absent, "not come"),
                         (ended, "ended"),
                     )
                     if ranks
                 ]
-                say(f"{'; '.join(told)} (the wait ends after {timeout_seconds():g} s: PCE_MPI_TIMEOUT)")
+                limit = f"the wait ends after {timeout_seconds():g} s, PCE_MPI_TIMEOUT"
+                say(f"{'; '.join(told)}. Every rank has to make this call; {limit}")
 
     def settle(self, operation: str) -> None:
         """Come together with the other ranks, before this one begins `operation`."""
-        self._meet(operation, self.position, program.place, _HAS_LEFT if self._has_left else _BEGINS)
+        state = _HAS_LEFT if self._has_left else _BEGINS
+        self._meet(operation, self.position, program.place, *_line_of_program(), state)
 
-    def _meet(self, operation: str, *here: int) -> bool:
+    def _meet(self, operation: str, *here: Any) -> bool:
         """Tell the others where this rank is, wait until all have told, and return whether they are in one place."""
         self._send("arrives", *here)
         timeout = timeout_seconds()
@@ -178,6 +184,7 @@ class Board:
                 raise CollectiveTimeout(f"{waited}; silent: {ranks_text(silent, self.over)}")
             time.sleep(_NAP)
             self._listen()
+        lines = {rank: each[-2] for rank, each in sorted({**arrived, self.rank: list(here)}.items())}
         places = [*arrived.values(), list(here)]
         states = {each.pop() for each in places}
         is_one_place = _HAS_LEFT not in states and all(each == places[0] for each in places)
@@ -190,8 +197,9 @@ class Board:
         self._round += 1
         self._heard_of_error = 0.0
         self.is_open = self._has_left = False
-        if self.listener is not None:
-            self.listener()
+        self.listener()
+        if _WAITS not in states and len({each[-2] for each in places}) > 1:
+            raise CollectiveTimeout(f"ranks go on at different lines after an error: {text_by_rank(lines, self.over)}")
         return is_one_place
 
     def _said(self, what: str) -> dict[int, list[Any]]:
@@ -230,12 +238,25 @@ _boards: weakref.WeakSet[Board] = weakref.WeakSet()
 
 
 class _Program:
-    """Where this rank is in the program: a checksum of the names of the calls since its last collective."""
+    """Where this rank is in the program: its last call, and a checksum of all since its last collective."""
 
     place = 0
+    call = ""
 
 
 program = _Program()
+
+
+def _line_of_program() -> tuple[int, str]:
+    """Return a checksum of the lines of the program that led to this call, and the last of them."""
+    frame, lines = sys._getframe(1), []
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            lines.clear()
+        else:
+            lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return crc32("\n".join(lines).encode()), lines[0] if lines else ""
 
 
 def telling(function: Function) -> Function:
@@ -245,6 +266,7 @@ def telling(function: Function) -> Function:
 
     @wraps(function)
     def told(*arguments: Any, **options: Any) -> Any:
+        program.call = function.__name__
         program.place = hash((program.place, name))  # of whole numbers, and so the same in every process
         try:
             return function(*arguments, **options)
@@ -291,8 +313,9 @@ def tell(error: BaseException, *, final: bool = False) -> None:
         return
     knowing = knowing_ranks(error)
     for board in list(_boards):
-        if not (knowing and board.world_ranks <= knowing):
-            board.tell(error, final=final)
+        with suppress(Exception):  # the error that is told must not be lost
+            if not (knowing and board.world_ranks <= knowing):
+                board.tell(error, final=final)
 
 
 def timeout_seconds() -> float:

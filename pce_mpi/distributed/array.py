@@ -77,6 +77,7 @@ def _operators(name: str) -> tuple[Operator, Operator]:
     number = crc32(name.encode())
 
     def left(self: DistArray, other: Any) -> DistArray:
+        program.call = name
         program.place = hash((program.place, number))
         try:
             return OPERATIONS[name](self, other)
@@ -85,6 +86,7 @@ def _operators(name: str) -> tuple[Operator, Operator]:
             raise
 
     def right(self: DistArray, other: Any) -> DistArray:
+        program.call = name
         program.place = hash((program.place, number))
         try:
             return OPERATIONS[name](other, self)

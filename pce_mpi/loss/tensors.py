@@ -29,6 +29,7 @@ def tensors_for_tensors(function: Function) -> Function:
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
+        program.call = function.__name__
         program.place = hash((program.place, name))
         try:
             results = function(*arguments, **options)
