@@ -4,7 +4,7 @@ import pytest
 
 from candidates.by_hand import ByHand
 from candidates.wild import distillation
-from candidates.wrong import shards, steps, textbook
+from candidates.wrong import options, shards, steps, textbook
 from pce_mpi.conformance.catalogue import cases
 from pce_mpi.conformance.causes import agree
 from pce_mpi.conformance.offers import offer_of
@@ -39,6 +39,8 @@ NUMBERS = {
     textbook.TargetClampedNotMasked: "a target of another rank is taken for a class of this one: it is clamped,",
     shards.EqualShardsAssumed: "class_start is taken for the rank times its number of classes, which is right where "
     'all shards are equal; where that is meant, declare it: @offers(shards="equal") (',
+    options.SoftcapOf30: "a softcap of 30 is applied, and none was given (",
+    options.SoftcapOf15: "a softcap of 15 is applied, and none was given (",
     shards.GradientReducedTwice: "the gradient is 3 times too large: it is summed over the ranks once more (",
 }
 KINDS = {"loss": lambda loss: loss, "log_prob": textbook.LogProb, "linear": textbook.Head, "entropy": textbook.Entropy}
@@ -74,6 +76,7 @@ OTHERS = {
     "kl-of-two-faults": (ReducedTwiceWithNan(), [ONCE_MORE, "the divergence is wrong: nan"]),
     "mean-of-means": (steps.OwnCountOr1(), [APART]),
     "mean-of-means-or-nan": (steps.OwnCount(), [APART, NAN]),
+    "softcap-twice": (options.SoftcapTwice(), ["softcap is applied twice ("], "*softcap*"),
     "context-ranks": (steps.HalvedByContext(), ["the trainer averages over the 3 context ranks, and nothing makes up"]),
 }
 
@@ -81,6 +84,6 @@ OTHERS = {
 @pytest.mark.sizes(3)  # the number of ranks is not that of micro-batches in all cases
 @pytest.mark.parametrize("which", OTHERS)
 def test_fault_of_other_kind_is_one_block(comm, which):
-    candidate, words = OTHERS[which]
-    found, _ = blocks(candidate, comm, None)
+    candidate, words, *pattern = OTHERS[which]
+    found, _ = blocks(candidate, comm, pattern or None)
     assert len(found) == len(words) and all(map(str.startswith, found, words)), found

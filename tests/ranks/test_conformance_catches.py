@@ -111,6 +111,7 @@ SUBTLE = [
     Planted("options_left_out", "z_loss/float32", "z_loss is not looked at"),
     Planted("options_left_out", "logit_scale/float32", "logit_scale is not looked at"),
     Planted("options_left_out", "softcap/float32", "softcap is not looked at"),
+    Planted("softcap_twice", "softcap/float32", "softcap is applied twice"),
     Planted("divisor_without_weights", "weight/float32", "loss is"),
     Planted("weight_of_each_class", "weight/float32", "everywhere but at the targets"),
     Planted(
@@ -208,6 +209,8 @@ PLANTED = [
     Planted("class_numbers_in_uint8", "many-classes/float32", "class numbers are cut to uint8"),
     Planted("targets_shifted_twice", "random-logits/float32", "the targets are shifted by one row against"),
     Planted("shards_in_reverse", "random-logits/float32", "the shards are in another order than the ranks", 2),
+    Planted("softcap_of_30", "random-logits/float32", "a softcap of 30 is applied, and none was given"),
+    Planted("softcap_of_15", "random-logits/float32", "a softcap of 15 is applied, and none was given"),
     Planted("loss_on_rank_0_alone", "same-on-every-rank", "the ranks' losses differ: the loss is wrong on rank", 2),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "loss is", 2),
     Planted("other_bits_on_other_ranks", "same-bits/float32", "the bits differ from one rank's (", ranks=2),

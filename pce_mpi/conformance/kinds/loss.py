@@ -142,12 +142,20 @@ def _smoothing(b: Textbook) -> Faults:
 
 
 def _options(b: Textbook) -> Faults:
-    """Options that are taken as keywords, and not used."""
+    """Options that are taken as keywords, and not used; a softcap too many."""
     options = b.problem.options
     for name in ("weight", "label_smoothing", "z_loss", "logit_scale", "softcap"):
         if name in options:
             others = {other: value for other, value in options.items() if other != name}
             yield f"{name} is not looked at", all_ranks(Textbook.of(replace(b.problem, options=others)))
+    if "softcap" in options:
+        cap = options["softcap"]
+        twice, slope = cap * np.tanh(b.z / cap), b.slope / np.cosh(b.z / cap) ** 2
+        yield "softcap is applied twice", all_ranks(b.but(z=twice, slope=slope, **softmax(twice)))
+    else:
+        for cap in (15.0, 30.0):  # nanochat; Gemma 2
+            capped = Textbook.of(replace(b.problem, options=options | {"softcap": cap}))
+            yield f"a softcap of {cap:g} is applied, and none was given", all_ranks(capped)
 
 
 def _numbers(b: Textbook) -> Faults:

@@ -112,3 +112,30 @@ class GradientWithoutLogitScale(ByHand):
     def transform(self, s):
         super().transform(s)
         s.slope = s.slope / s.logit_scale
+
+
+class SoftcapTwice(ByHand):
+    """The head caps its logits, and the loss caps them again."""
+
+    def transform(self, s):
+        super().transform(s)
+        if s.softcap is not None:
+            angle = s.source / s.softcap
+            s.source = np.where(np.isinf(s.x), s.x, s.softcap * np.tanh(angle))
+            s.slope = s.slope / np.cosh(angle) ** 2
+
+
+class SoftcapOf30(ByHand):
+    """The cap of another model (Gemma 2), where none was given."""
+
+    cap = 30.0
+
+    def transform(self, s):
+        s.softcap = self.cap if s.softcap is None else s.softcap
+        super().transform(s)
+
+
+class SoftcapOf15(SoftcapOf30):
+    """The cap of nanochat."""
+
+    cap = 15.0
