@@ -65,6 +65,7 @@ class ReducedTwiceWithNan(distillation.AutomodelKL, distillation.ZeroTimesInfini
 ONCE_MORE = "the gradient is 3 times too large: it is summed over the ranks once more ("
 APART = "each rank divides each micro-batch by its own count of valid tokens: "
 NAN = "the gradient of micro-batch 0 of rank 0, which has no valid token, is nan"
+OF_IGNORED = "label smoothing counts ignored rows too ("
 OTHERS = {
     "head-times-ranks": (textbook.HeadTimesRanks(ByHand()), ["dhidden is 3 times too large: it is summed over the"]),
     "head-over-ranks": (
@@ -76,6 +77,8 @@ OTHERS = {
     "kl-of-two-faults": (ReducedTwiceWithNan(), [ONCE_MORE, "the divergence is wrong: nan"]),
     "mean-of-means": (steps.OwnCountOr1(), [APART]),
     "mean-of-means-or-nan": (steps.OwnCount(), [APART, NAN]),
+    "smoothing-of-ignored-rows": (options.SmoothingOfIgnoredRows(), [OF_IGNORED], "*smooth*"),
+    "mean-of-smoothing": (options.MeanOfSmoothingOverAllRows(), [OF_IGNORED], "*smooth*"),
     "softcap-twice": (options.SoftcapTwice(), ["softcap is applied twice ("], "*softcap*"),
     "context-ranks": (steps.HalvedByContext(), ["the trainer averages over the 3 context ranks, and nothing makes up"]),
 }

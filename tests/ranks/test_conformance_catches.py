@@ -105,6 +105,8 @@ SUBTLE = [
     Planted("smoothing_over_local_classes", "label_smoothing/float32", "local classes, not over all", ranks=2),
     Planted("smoothed_sum_not_reduced", "label_smoothing/float32", "never reduced over the ranks", ranks=2),
     Planted("smoothing_without_weights", "pair/weight+label_smoothing", "loss is"),
+    Planted("smoothing_of_ignored_rows", "ignored/smoothed", "label smoothing counts ignored rows too"),
+    Planted("mean_of_smoothing_over_all_rows", "ignored/smoothed", "label smoothing counts ignored rows too"),
     Planted("smoothing_not_in_gradient", "label_smoothing/float32", "gradient is"),
     Planted("options_left_out", "weight/float32", "weight is not looked at"),
     Planted("options_left_out", "label_smoothing/float32", "label_smoothing is not looked at"),

@@ -102,13 +102,19 @@ def _exponentials(b: Textbook) -> Faults:
 
 
 def _smoothing(b: Textbook) -> Faults:
-    """Label smoothing over the wrong classes, or not reduced."""
+    """Label smoothing over the wrong classes or rows, or not reduced."""
     s, classes = b.smoothing, b.problem.classes
     if not s or not classes:
         return
     shards = np.diff(b.problem.splits)
     smooth = np.broadcast_to(b.w * s / classes, b.u.shape)
     target = b.u - smooth
+    if not b.valid.all():  # u has the terms of ignored rows
+        text = "label smoothing counts ignored rows too"
+        everywhere = b.but(valid=np.ones_like(b.valid), z_loss=np.where(b.valid, b.z_loss, 0.0))
+        yield text, all_ranks(everywhere)
+        if b.problem.reduction == "mean":
+            yield text, all_ranks(everywhere.with_u(target + smooth * b.valid.mean()))
     if b.problem.ranks > 1:
         what = f"the {shards[0]}" if len(set(shards)) == 1 else f"each rank's own {', '.join(map(str, shards))}"
         spread = f"label smoothing is spread over {what} local classes"

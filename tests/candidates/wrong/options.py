@@ -54,6 +54,29 @@ class SmoothingNotInGradient(ByHand):
         return s.p * (self.sum(s, hard.sum(axis=-1)) + 2.0 * s.z_loss * s.logsumexp)[:, None] - hard
 
 
+class SmoothingOfIgnoredRows(ByHand):
+    """Ignored rows have no target, and have the smoothed part all the same."""
+
+    def row_losses(self, s):
+        super().row_losses(s)
+        log_p = s.shifted - np.log(s.sum_exp)[:, None]
+        smoothed = self.sum(s, np.where(s.u == 0.0, 0.0, -s.u * log_p).sum(axis=-1))
+        s.row_loss = np.where(s.valid, s.row_loss, smoothed)
+
+    def gradient_of_z(self, s):
+        return np.where(s.valid[:, None], super().gradient_of_z(s), s.p * s.sum_u[:, None] - s.u)
+
+    def rows_with_gradient(self, s):
+        return s.valid | (s.label_smoothing != 0.0)
+
+
+class MeanOfSmoothingOverAllRows(SmoothingOfIgnoredRows):
+    """The smoothed part has a mean of its own, over all rows."""
+
+    def smoothing(self, s):
+        return super().smoothing(s) * (s.valid.mean() if s.reduction == "mean" and s.rows else 1.0)
+
+
 class DivisorWithoutWeights(ByHand):
     """The mean of weighted losses divides by the number of rows."""
 
