@@ -39,6 +39,8 @@ NUMBERS = {
     textbook.TargetClampedNotMasked: "a target of another rank is taken for a class of this one: it is clamped,",
     shards.EqualShardsAssumed: "class_start is taken for the rank times its number of classes, which is right where "
     'all shards are equal; where that is meant, declare it: @offers(shards="equal") (',
+    shards.PaddedTo64: "the softmax is of 192 columns, and the classes are 24: padding counts, with logits of 0 (",
+    shards.PaddedTo128: "the softmax is of 384 columns, and the classes are 24: padding counts, with logits of 0 (",
     options.SoftcapOf30: "a softcap of 30 is applied, and none was given (",
     options.SoftcapOf15: "a softcap of 15 is applied, and none was given (",
     shards.GradientReducedTwice: "the gradient is 3 times too large: it is summed over the ranks once more (",
@@ -66,6 +68,7 @@ ONCE_MORE = "the gradient is 3 times too large: it is summed over the ranks once
 APART = "each rank divides each micro-batch by its own count of valid tokens: "
 NAN = "the gradient of micro-batch 0 of rank 0, which has no valid token, is nan"
 OF_IGNORED = "label smoothing counts ignored rows too ("
+PADDED = "the softmax is of 24 columns, and the classes are 23: padding counts, with logits of 0 ("
 OTHERS = {
     "head-times-ranks": (textbook.HeadTimesRanks(ByHand()), ["dhidden is 3 times too large: it is summed over the"]),
     "head-over-ranks": (
@@ -79,6 +82,8 @@ OTHERS = {
     "mean-of-means-or-nan": (steps.OwnCount(), [APART, NAN]),
     "smoothing-of-ignored-rows": (options.SmoothingOfIgnoredRows(), [OF_IGNORED], "*smooth*"),
     "mean-of-smoothing": (options.MeanOfSmoothingOverAllRows(), [OF_IGNORED], "*smooth*"),
+    "padded-to-8": (shards.PaddedTo8(), [PADDED], "uneven*"),
+    "padded-to-largest": (shards.PaddedToLargest(), [PADDED], "uneven*"),
     "softcap-twice": (options.SoftcapTwice(), ["softcap is applied twice ("], "*softcap*"),
     "context-ranks": (steps.HalvedByContext(), ["the trainer averages over the 3 context ranks, and nothing makes up"]),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -16,6 +17,8 @@ _ADDED = "the ranks' logsumexps are added, where the logsumexp of all classes is
 _GLOBAL = "global class numbers are taken for numbers of each rank's own classes"
 _CLAMPED = "a target of another rank is taken for a class of this one: it is clamped, and not masked"
 _EQUAL = "class_start is taken for the rank times its number of classes, which is right where all shards are equal"
+# A shard may be padded to a multiple of these, or to the length of the largest.
+_TILES = (8, 64, 128)
 
 
 def softmaxes(b: Textbook) -> Iterator[tuple[str, tuple[Textbook, ...]]]:
@@ -41,9 +44,19 @@ def _with(b: Textbook, lse: Array) -> tuple[Textbook]:
     return (b.but(p=np.exp(-nll), nll=nll, lse=lse),)
 
 
+def _padded(b: Textbook) -> Iterator[tuple[str, tuple[Textbook, ...]]]:
+    """Yield the softmax of logits with columns of padding, as `softmaxes`."""
+    shards, classes = np.diff(b.problem.splits), b.problem.classes
+    padding = (shards.max() - shards, *(-shards % tile for tile in _TILES))
+    for columns in dict.fromkeys(int(each.sum()) for each in padding):
+        if columns:
+            text = f"the softmax is of {classes + columns} columns, and the classes are {classes}: padding counts"
+            yield f"{text}, with logits of 0", _with(b, np.logaddexp(b.lse, np.log(columns)))
+
+
 def of_losses(b: Textbook) -> Faults:
     """Yield what these faults make of a loss."""
-    for text, books in softmaxes(b):
+    for text, books in chain(softmaxes(b), _padded(b)):
         wrong = Computed(books)
         yield text, wrong
         yield text, Given(wrong.losses, b.gradient())

@@ -113,3 +113,42 @@ class ShardsInReverse(ByHand):
     def owned(self, s):
         s.class_start = s.num_classes - s.classes - s.class_start
         return super().owned(s)
+
+
+class PaddedTo8(ByHand):
+    """A shard is padded with zeros to a multiple of 8 columns, and they are not masked."""
+
+    multiple = 8
+
+    def padding(self, s):
+        return -s.classes % self.multiple
+
+    def maximum(self, s):
+        s.columns = s.comm.allreduce(self.padding(s))
+        return np.maximum(super().maximum(s), 0.0 if s.columns else -np.inf)
+
+    def softmax(self, s):
+        super().softmax(s)
+        if s.columns:
+            s.sum_exp = s.sum_exp + s.columns * np.exp(-s.factor * s.top)
+            s.logsumexp = s.factor * s.top + np.log(s.sum_exp)
+            s.p = s.exp / s.sum_exp[:, None]
+
+
+class PaddedTo64(PaddedTo8):
+    """The same, to a multiple of 64."""
+
+    multiple = 64
+
+
+class PaddedTo128(PaddedTo8):
+    """The same, to the multiple that Megatron-LM has."""
+
+    multiple = 128
+
+
+class PaddedToLargest(PaddedTo8):
+    """The same, to shards of equal length."""
+
+    def padding(self, s):
+        return max(s.comm.allgather(s.classes)) - s.classes
