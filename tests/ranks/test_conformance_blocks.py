@@ -85,6 +85,7 @@ OTHERS = {
     "padded-to-8": (shards.PaddedTo8(), [PADDED], "uneven*"),
     "padded-to-largest": (shards.PaddedToLargest(), [PADDED], "uneven*"),
     "softcap-twice": (options.SoftcapTwice(), ["softcap is applied twice ("], "*softcap*"),
+    "targets-shifted-twice": (steps.TargetsShiftedTwice(), ["targets that were shifted are shifted once more: each"]),
     "context-ranks": (steps.HalvedByContext(), ["the trainer averages over the 3 context ranks, and nothing makes up"]),
 }
 

@@ -95,6 +95,11 @@ PLANTED = [
         "the divisor is the count of targets without the first of each micro-batch: every token counts 1.33 times",
     ),
     Planted(
+        wrong.TargetsShiftedTwice,
+        "data-ranks",
+        "targets that were shifted are shifted once more: each token has the target of the next one",
+    ),
+    Planted(
         wrong.RoundedDown,
         "micro-batches",
         "the count over the 2 ranks, rounded down: every token counts 1.06 times what is due",

@@ -20,6 +20,8 @@ from pce_mpi.conformance.units import has_dtype
 _Same = Callable[[Any, Any], bool]
 
 _WHAT = {"data": "data ranks", "context": "context ranks", "micro-batches": "micro-batches"}
+_SHIFTED = "targets that were shifted are shifted once more: each token has the target of the next one"
+_FOLLOWING = "targets without the first of each micro-batch"
 _WHOLE = "the divisor is the count of {}"
 # Tokens that are counted together, in the order in which they are told apart where one size is 1.
 _PARTS = {
@@ -39,6 +41,8 @@ def tell(book: Textbook, name: str, got: Array) -> Told | None:
     assert isinstance(step, Step)
     same = _same_in(step)
     weights, (due, gradient) = got[0], step.expected
+    if (weights == -np.inf).any():
+        return Told((_SHIFTED,))
     if not np.isfinite(weights).all():
         return Told((), _not_finite(step, weights))
     # The gradient of a token that is certain is 0, and tells nothing.
@@ -49,7 +53,9 @@ def tell(book: Textbook, name: str, got: Array) -> Told | None:
     plain, others = _of_each(step, book, weights, known, same)
     if same(times, times[0]):
         whole = _of_all(step, book, float(times[0]), same)
-        causes = (*whole, *plain)
+        # Without a target that follows another, a gradient of 0 is that of many faults: other cases tell.
+        none = not times.any() and not _counted(step, book)[_FOLLOWING].any()
+        causes = (*whole, *plain, *[_SHIFTED] * none)
         return Told(causes, f"every token counts {_times(times[0])} what is due", len(whole) or bool(plain))
     effect = _unequal(step, weights, known, same)
     if known[step.valid].all() and not same(times.mean(), 1.0):
@@ -109,7 +115,7 @@ def _counted(step: Step, book: Textbook) -> dict[str, Array]:
         "valid tokens": step.valid,
         "all tokens, the ignored ones included": np.ones_like(step.valid),
         "tokens whose cross entropy is not 0": step.valid & (book.row_losses().astype(np.float32) != 0.0),
-        "targets without the first of each micro-batch": step.valid & ~first,
+        _FOLLOWING: step.valid & ~first,
     }
 
 

@@ -64,15 +64,22 @@ class Step(Problem):
         weights, due = self.expected[0].reshape(-1)[mine], self.row_major(self.expected[1])[mine]
         got = np.concatenate([each.reshape(-1, self.classes) for each in gradients]).astype(np.float64)
         got /= math.prod(self.sizes[each] for each in self.averaged)
+        times, off = self._multiples(got, due)
+        if off.any():  # -inf if they are multiples for the next token's target
+            shifted = [replace(each, targets=np.roll(each.targets, -1)) for each in self.micro_batches(of)]
+            following = np.concatenate([each.row_major(each.expected[1]) for each in shifted])
+            off = np.where(off, np.inf if self._multiples(got, following)[1].any() else -np.inf, 0.0)
+        found = np.where(off, off, times * weights)
+        return np.where(np.isnan(got).any(axis=-1), np.nan, found)
+
+    def _multiples(self, got: Array, due: Array) -> tuple[Array, Array]:
+        """Return how many times the due one each gradient is, and which is no multiple of it."""
         squares = (due**2).sum(axis=-1)
         # The gradient of a token that is certain is 0, whatever it counts.
         with np.errstate(invalid="ignore", divide="ignore"):
             times = np.where(squares > 0.0, (got * due).sum(axis=-1) / squares, 1.0)
             off = np.abs(got - times[:, None] * due).max(axis=-1, initial=0.0)
-            found = np.where(
-                off > _OFF[self.dtype.itemsize] * np.abs(times) * np.sqrt(squares), np.inf, times * weights
-            )
-        return np.where(np.isnan(got).any(axis=-1), np.nan, found)
+            return times, off > _OFF[self.dtype.itemsize] * np.abs(times) * np.sqrt(squares)
 
     def joined(self, answers: Sequence[Any]) -> list[Any]:
         """Return one answer with the weights of all ranks, and the losses of all ranks and micro-batches."""
