@@ -8,9 +8,9 @@ if that rank raised before it joined the collective in question.
 An error that is caught does no harm. Before a rank begins its next collective over a communicator after an error, the
 ranks tell each other where they are. If all of them have made the same calls and are at one line of the program, as
 where all have caught an error, or one alone has caught one that left nobody waiting, they go on. (A rank that waits
-there already gives the other `_GRACE_SECONDS` to come.) Otherwise a collective was left behind that never ends, and they
-take another communicator. Ranks that go on at different lines would take each other's numbers: that is an error, and
-the communicator is not used again.
+there already gives the other `_GRACE_SECONDS` to come.) Otherwise a collective was left behind that never ends, and
+they take another communicator. Ranks that go on at different lines would take each other's numbers: that is an error,
+and the communicator is not used again.
 
 A rank that waits for long, or for one whose program has ended, says so on standard error, once for each operation.
 """
@@ -25,8 +25,9 @@ from inspect import isfunction
 import json
 import os
 import sys
+from threading import get_ident, local
 import time
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 import weakref
 from zlib import crc32
@@ -73,6 +74,7 @@ class Board:
         self.over = "comm"
         self._has_left = False
         self._heard_of_error = 0.0
+        self.thread = get_ident()  # the last that has used it
         self._round = 0
         self._heard: dict[tuple[int, str], dict[int, list[Any]]] = {}
         self._sent: list[tuple[MPI.Request, bytes]] = []
@@ -237,7 +239,7 @@ def world_ranks(comm: MPI.Intracomm) -> list[int]:
 _boards: weakref.WeakSet[Board] = weakref.WeakSet()
 
 
-class _Program:
+class _Program(local):
     """Where this rank is in the program: its last call, and a checksum of all since its last collective."""
 
     place = 0
@@ -249,13 +251,14 @@ program = _Program()
 
 def _line_of_program() -> tuple[int, str]:
     """Return a checksum of the lines of the program that led to this call, and the last of them."""
-    frame, lines = sys._getframe(1), []
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[str] = []
     while frame is not None:
         if frame.f_code.co_filename.startswith(_PACKAGE):
             lines.clear()
         else:
             lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+        frame = frame.f_back
     return crc32("\n".join(lines).encode()), lines[0] if lines else ""
 
 
@@ -312,7 +315,8 @@ def tell(error: BaseException, *, final: bool = False) -> None:
     if isinstance(error, CollectiveTimeout) or not is_running():
         return
     knowing = knowing_ranks(error)
-    for board in list(_boards):
+    # A thread's error is not that of communicators of other threads.
+    for board in [each for each in _boards if final or each.thread == get_ident()]:
         with suppress(Exception):  # the error that is told must not be lost
             if not (knowing and board.world_ranks <= knowing):
                 board.tell(error, final=final)

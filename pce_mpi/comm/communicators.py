@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 import os
 import secrets
-from threading import Lock
+from threading import Lock, get_ident
 import time
 from typing import TYPE_CHECKING, Any
 import warnings
@@ -92,7 +92,7 @@ class Channel:
         assert self.board is not None
         request = start(*arguments)  # which may find that there is no memory
         self.board.position += 1
-        self.board.place, program.place = program.place, 0
+        self.board.place, program.place, self.board.thread = program.place, 0, get_ident()
         self.wait(request, waiting_in or why.operation, *arguments)
 
     def start(
@@ -104,7 +104,7 @@ class Channel:
         assert self.board is not None
         pending = Pending(self, start(*arguments), why.operation, arguments)
         self.board.position += 1
-        self.board.place, program.place = program.place, 0
+        self.board.place, program.place, self.board.thread = program.place, 0, get_ident()
         return pending
 
     def settle(self, operation: str) -> None:

@@ -541,7 +541,9 @@ class DistArray:
         return OPERATIONS["_function"](function, positional, named)
 
 
-telling_methods(DistArray, ("left", "right", "__init__", "__repr__", "__copy__", "__deepcopy__", "__reduce__", "plot"))
+# Not those that show or copy an array, or say that it is none of NumPy's: a debugger may call them on one rank.
+_ON_ONE_RANK = {"__init__", "__repr__", "__copy__", "__deepcopy__", "__reduce__", "__bool__", "__len__", "__array__"}
+telling_methods(DistArray, {"left", "right", "plot", *_ON_ONE_RANK})
 
 
 def owned(local: Array, foreign: Array) -> Array:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
 from pce_mpi.comm.agreement import agree, agree_on_call, agreed, all_gather_text, call_of, local_checks
-from pce_mpi.comm.board import program, tell, telling, world_ranks
+from pce_mpi.comm.board import tell, telling, world_ranks
 from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number, open_channel
 from pce_mpi.comm.errors import CollectiveError
 from pce_mpi.comm.library import comm_text, is_comm, out_of_communicators
@@ -279,7 +279,6 @@ class Mesh:
         if current().rounds_to_nearest:
             self._look_at_arithmetic()
         self._history = hash((self._history, checksum))  # of whole numbers, and so the same in every process
-        program.place = hash((program.place, checksum))
         self._recent.append((self._history, what, in_full))
 
     def _look_at_arithmetic(self) -> None:

@@ -25,16 +25,19 @@ def tensors_for_tensors(function: Function) -> Function:
     The other ranks hear of its errors. A call that is left in the middle, by Ctrl-C, leaves its communicators marked as
     unusable.
     """
-    name = crc32(function.__qualname__.encode())
+    name, is_backward = crc32(function.__qualname__.encode()), function.__name__.endswith("_backward")
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        program.call = function.__name__
-        program.place = hash((program.place, name))
+        communicates = is_backward or options.get("comm") is not None or options.get("batch_comm") is not None
+        if communicates:
+            program.call = function.__name__
+            program.place = hash((program.place, name))
         try:
             results = function(*arguments, **options)
         except Exception as error:
-            tell_from_here(error)
+            if communicates:
+                tell_from_here(error)
             raise
         except BaseException as error:
             comms = [comm for each in arguments if isinstance(each, MadeResiduals) for comm in each._comms]
