@@ -18,9 +18,10 @@ A rank that waits for long, or for one whose program has ended, says so on stand
 from __future__ import annotations
 
 import atexit
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import cache, cached_property, wraps
+from functools import cache, wraps
 from inspect import isfunction
 import json
 import os
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import weakref
 from zlib import crc32
 
-from pce_mpi.comm.errors import CollectiveTimeout, error_of, kind_of, knowing_ranks, known, names_ranks, text_of
+from pce_mpi.comm.errors import CollectiveTimeout, error_of, kind_of, named, names_ranks, text_of
 from pce_mpi.comm.library import is_running, mpi
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 
@@ -60,7 +61,8 @@ _LAST_WORDS_SECONDS = 0.5
 class Board:
     """What the ranks of a private communicator have told each other since they last were in one place.
 
-    `position` counts the collectives that this rank has started, and `place` has the calls before the last one.
+    `position` counts the collectives that this rank has started, and `marks` are the numbers of calls
+    before the last two.
     `is_open` says that this rank has raised since it was in one place with the others. If one of them has left a
     collective behind, another communicator takes the place of `comm`.
     """
@@ -68,7 +70,8 @@ class Board:
     def __init__(self, comm: MPI.Intracomm, near: Sequence[int]) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self._near = near
-        self.position = self.place = 0
+        self.position = 0
+        self.marks = 0, 0
         self.is_open = False
         self.listener: Callable[[], object] = int  # is called where the ranks come together
         self.over = "comm"
@@ -85,17 +88,12 @@ class Board:
         _boards.add(self)
         _notice_the_end()
 
-    @cached_property
-    def world_ranks(self) -> frozenset[int]:
-        """The ranks of COMM_WORLD, by which ranks of several communicators are compared."""
-        return frozenset(world_ranks(self.comm))
-
     def tell(self, error: BaseException, *, final: bool = False) -> None:
         """Tell all other ranks that this one has raised `error`; `final` if nothing catches it any more."""
         if self.size > 1 and (final or not self.is_open):
             self.is_open = True
             text = text_of(error)[:_MOST_CHARACTERS]
-            self._send("error", self.position, program.place, final, names_ranks(error), kind_of(error), text)
+            self._send("error", self.position, self._calls(), final, names_ranks(error), kind_of(error), text)
 
     def receive(self, messages: int) -> None:
         """Receive as many messages as the other ranks have sent in all."""
@@ -123,13 +121,14 @@ class Board:
         now = time.monotonic()
         self._heard_of_error = self._heard_of_error or now
         arrived = self._said("arrives")
-        here = [self.position - 1, self.place, *_line_of_program()]
+        place = program.calls(*self.marks)
+        here = [self.position - 1, place, *_line_of_program()]
         is_patient = now < self._heard_of_error + _GRACE_SECONDS
         is_coming = [
             arrived[rank] == [*here, _BEGINS]
             if rank in arrived
-            else is_patient and place != self.place and not final  # it has raised in an earlier call
-            for rank, (_, place, final, *_) in errors.items()
+            else is_patient and calls != place and not final  # it has raised in an earlier call
+            for rank, (_, calls, final, *_) in errors.items()
         ]
         if not all(is_coming):
             self.is_open = self._has_left = True
@@ -138,7 +137,7 @@ class Board:
         rank = min(errors)
         *_, is_named, kind, text = errors[rank]
         error = error_of(kind, text if is_named else text_by_rank({rank: text}, self.over))
-        raise known(error, frozenset())
+        raise named(error)
 
     def say_who_waits(self, operation: str, start: float) -> None:
         """Write a line, if this rank is the lowest of those that have waited in `operation` for long."""
@@ -172,7 +171,7 @@ class Board:
     def settle(self, operation: str) -> None:
         """Come together with the other ranks, before this one begins `operation`."""
         state = _HAS_LEFT if self._has_left else _BEGINS
-        self._meet(operation, self.position, program.place, *_line_of_program(), state)
+        self._meet(operation, self.position, self._calls(), *_line_of_program(), state)
 
     def _meet(self, operation: str, *here: Any) -> bool:
         """Tell the others where this rank is, wait until all have told, and return whether they are in one place."""
@@ -200,9 +199,12 @@ class Board:
         self._heard_of_error = 0.0
         self.is_open = self._has_left = False
         self.listener()
-        if _WAITS not in states and len({each[-2] for each in places}) > 1:
+        if _HAS_LEFT in states and _WAITS not in states and len({each[-2] for each in places}) > 1:
             raise CollectiveTimeout(f"ranks go on at different lines after an error: {text_by_rank(lines, self.over)}")
         return is_one_place
+
+    def _calls(self) -> int:
+        return program.calls(self.marks[1], program.count)
 
     def _said(self, what: str) -> dict[int, list[Any]]:
         return self._heard.get((self._round, what), {})
@@ -240,10 +242,23 @@ _boards: weakref.WeakSet[Board] = weakref.WeakSet()
 
 
 class _Program(local):
-    """Where this rank is in the program: its last call, and a checksum of all since its last collective."""
+    """Where this thread is in the program: the names of the public functions that it has called."""
 
-    place = 0
-    call = ""
+    def __init__(self) -> None:
+        self.call = ""
+        self.count = 0
+        self._names: deque[str] = deque(maxlen=256)
+
+    def enter(self, name: str) -> None:
+        """Note a call."""
+        self.call = name
+        self.count += 1
+        self._names.append(name)
+
+    def calls(self, first: int, last: int) -> int:
+        """Return a checksum of the names of the calls from number `first` to `last`."""
+        oldest = self.count - len(self._names)
+        return crc32("\n".join(list(self._names)[max(0, first - oldest) : max(0, last - oldest)]).encode())
 
 
 program = _Program()
@@ -265,12 +280,11 @@ def _line_of_program() -> tuple[int, str]:
 def telling(function: Function) -> Function:
     """Make `function`, which users call, tell its errors to the other ranks."""
 
-    name = crc32(function.__qualname__.encode())
+    name = function.__name__
 
     @wraps(function)
     def told(*arguments: Any, **options: Any) -> Any:
-        program.call = function.__name__
-        program.place = hash((program.place, name))  # of whole numbers, and so the same in every process
+        program.enter(name)
         try:
             return function(*arguments, **options)
         except Exception as error:
@@ -311,14 +325,12 @@ def tell_from_here(error: Exception) -> None:
 
 
 def tell(error: BaseException, *, final: bool = False) -> None:
-    """Tell the ranks of all communicators of this process about its error, but for those that raise it too."""
+    """Tell the ranks of all communicators of this thread about its error, also those that raise it as well."""
     if isinstance(error, CollectiveTimeout) or not is_running():
         return
-    knowing = knowing_ranks(error)
-    # A thread's error is not that of communicators of other threads.
-    for board in [each for each in _boards if final or each.thread == get_ident()]:
-        with suppress(Exception):  # the error that is told must not be lost
-            if not (knowing and board.world_ranks <= knowing):
+    for board in list(_boards):
+        if final or board.thread == get_ident():
+            with suppress(Exception):  # the error that is told must not be lost
                 board.tell(error, final=final)
 
 

@@ -92,7 +92,7 @@ class Channel:
         assert self.board is not None
         request = start(*arguments)  # which may find that there is no memory
         self.board.position += 1
-        self.board.place, program.place, self.board.thread = program.place, 0, get_ident()
+        self.board.marks, self.board.thread = (self.board.marks[1], program.count), get_ident()
         self.wait(request, waiting_in or why.operation, *arguments)
 
     def start(
@@ -104,7 +104,7 @@ class Channel:
         assert self.board is not None
         pending = Pending(self, start(*arguments), why.operation, arguments)
         self.board.position += 1
-        self.board.place, program.place, self.board.thread = program.place, 0, get_ident()
+        self.board.marks, self.board.thread = (self.board.marks[1], program.count), get_ident()
         return pending
 
     def settle(self, operation: str) -> None:

@@ -54,17 +54,12 @@ def error_of(kind: str, text: str) -> Exception:
     return _RAISED[kind](text)
 
 
-def known(error: Error, ranks: frozenset[int]) -> Error:
-    """Return `error`, whose text names ranks, marked as one that `ranks` of COMM_WORLD raise as well."""
-    vars(error)["raised_by"] = ranks
+def named(error: Error) -> Error:
+    """Return `error`, marked as one whose text names the ranks that have found it."""
+    vars(error)["names_ranks"] = True
     return error
-
-
-def knowing_ranks(error: BaseException) -> frozenset[int]:
-    """Return the ranks of COMM_WORLD that are known to raise `error`."""
-    return vars(error).get("raised_by", frozenset())
 
 
 def names_ranks(error: BaseException) -> bool:
     """Tell whether the text of `error` names the ranks that have found it."""
-    return "raised_by" in vars(error)
+    return "names_ranks" in vars(error)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 import math
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-from zlib import crc32
 
 import numpy as np
 
@@ -74,11 +73,8 @@ def operation(function: Function) -> Function:
 def _operators(name: str) -> tuple[Operator, Operator]:
     """Make two operators of the operation `name`: for a `DistArray` on the left, and for one on the right."""
 
-    number = crc32(name.encode())
-
     def left(self: DistArray, other: Any) -> DistArray:
-        program.call = name
-        program.place = hash((program.place, number))
+        program.enter(name)
         try:
             return OPERATIONS[name](self, other)
         except Exception as error:
@@ -86,8 +82,7 @@ def _operators(name: str) -> tuple[Operator, Operator]:
             raise
 
     def right(self: DistArray, other: Any) -> DistArray:
-        program.call = name
-        program.place = hash((program.place, number))
+        program.enter(name)
         try:
             return OPERATIONS[name](other, self)
         except Exception as error:

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
-from pce_mpi.comm.agreement import agree, agree_on_call, agreed, all_gather_text, call_of, local_checks
-from pce_mpi.comm.board import tell, telling, world_ranks
+from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, call_of, local_checks
+from pce_mpi.comm.board import telling, world_ranks
 from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number, open_channel
-from pce_mpi.comm.errors import CollectiveError
+from pce_mpi.comm.errors import CollectiveError, named
 from pce_mpi.comm.library import comm_text, is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import RanksAlong, text_by_rank
@@ -195,9 +195,7 @@ class Mesh:
             return self._comms[dims]
         unknown = [dim for dim in dims if dim not in self.dims]
         if unknown:
-            error = ValueError(f"the mesh has no dim {unknown[0]!r}; its dims are {', '.join(self.dims)}")
-            tell(error)  # only users ask for such dims
-            raise error
+            raise ValueError(f"the mesh has no dim {unknown[0]!r}; its dims are {', '.join(self.dims)}")
         key = tuple(dim for dim in self.dims if dim in dims)
         if key not in self._comms:
             # Ranks that ask for different dims would get communicators of ranks that do not belong together.
@@ -366,7 +364,7 @@ class Mesh:
             texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
             self._begin_again()
             difference = _first_difference([json.loads(text) for text in texts], over)
-            raise agreed(CollectiveError(difference), comm, operation)
+            raise named(CollectiveError(difference))
         return list(others)
 
     def _begin_again(self) -> None:

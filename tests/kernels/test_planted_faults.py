@@ -182,7 +182,7 @@ FAULTS = [
     (check_statistics, "forward.cu", "for (int j = 0; away && j < 3; ++j)", "for (int j = 0; away && j < 2; ++j)"),
     (check_general, "groups.cuh", "*own, own[step], call);\n    __syncthreads();", "*own, own[step], call);"),
     (check_general, "general_forward.cu", "      x = before;\n", ""),
-    (check_general, "general_forward.cu", "class_start + tile.first_class + at, at", "class_start + at, at"),
+    (check_general, "general_forward.cu", "class_start + tile.first_class + at,", "class_start + at,"),
     (check_general, "merge.cu", "split += WARP_SIZE", "split += 2"),
     (check_general, "merge.cu", "int split = lane;", "int split = lane + 1;"),
     (check_backward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),

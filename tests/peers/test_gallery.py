@@ -81,7 +81,9 @@ def test_package_gives_the_words_of_gallery(comm, row):
     finally:
         getattr(candidate, "stop", lambda: None)()
     assert installed.partition("+")[0] == row.version
-    assert outcome.failed and row.words in outcome.findings[0].text, outcome.findings
+    assert outcome.failed
+    first = outcome.findings[0]
+    assert row.words in " ".join((first.text, *(cause for fault in first.faults for cause in fault.causes))), first
 
 
 def started(name, comm):

@@ -281,10 +281,9 @@ def test_result_of_no_numbers_is_a_finding(comm, text):
         return text
 
     outcome = run_case(candidate, case_named("target-out-of-range/far", candidate), comm)
-    assert [finding.kind for finding in outcome.findings] == ["not refused"]
-    assert np.array2string(np.asarray(text)) in outcome.findings[0].text
+    assert [finding.kind for finding in outcome.findings] == ["result"]
     outcome = run_case(candidate, case_named("random-logits/float32", candidate), comm)
-    assert [finding.kind for finding in outcome.findings] == ["dtype"]
+    assert [finding.kind for finding in outcome.findings] == ["result"]
 
 
 @pytest.mark.sizes(2, 3)  # on one rank there is nothing to compare with

@@ -150,7 +150,6 @@ CALLS: dict[str, Call] = {
     "backward of a matrix": lambda at, bad: (at.logits * 1.0 if bad else (at.logits * 1.0).sum()).backward(),
     "item of a matrix": lambda at, bad: (at.x if bad else at.x.sum()).item(),
     "dims of Mesh": lambda at, bad: pce.Mesh(at.comm, data=at.comm.size + bad),
-    "dims of a communicator": lambda at, bad: at.mesh.comm("other" if bad else at.first),
     "plain targets": lambda at, bad: pce.softmax_cross_entropy(
         at.values, TARGETS + 999 * bad, comm=at.comm, num_classes=6 * at.comm.size
     ),
@@ -192,7 +191,7 @@ def test_wrong_argument_of_one_rank_raises_everywhere(comm, name, grid, several,
     everywhere, later = comm.allgather(found), comm.allgather(afterwards)
     kind, text, _ = everywhere[last]
     said = text.partition(f" (rank {last}")[0]
-    assert kind in {"TypeError", "ValueError", "IndexError", "NotImplementedError", "RuntimeError"}
+    assert kind in {"TypeError", "ValueError", "IndexError", "NotImplementedError", "RuntimeError", "CollectiveError"}
     for other, words, seconds in everywhere:
         assert other == kind
         assert said in words

@@ -417,9 +417,12 @@ def test_ranks_that_ask_for_different_placements_raise(comm, impatient):
     if comm.size > 1:
         others = "rank 1" if comm.size == 2 else f"ranks {', '.join(map(str, range(1, comm.size)))}"
         assert [kind for kind, _ in errors] == ["CollectiveError"] * 3
-        assert errors[0][1] == f"ranks disagree on to: 'data: Replicate()' (rank 0), 'data: Shard(1)' ({others})"
+        assert (
+            errors[0][1]
+            == f"ranks disagree on to: 'data: Replicate()' (rank 0 along data), 'data: Shard(1)' ({others} along data)"
+        )
         assert "axis 0 split at" in errors[1][1]
-        assert errors[2][1] == f"ranks disagree on operation: one (rank 0), another ({others})"
+        assert errors[2][1] == f"ranks disagree on operation: one (rank 0 along data), another ({others} along data)"
     np.testing.assert_array_equal(full, whole)
 
 
@@ -434,9 +437,9 @@ def test_arrays_of_different_shape_or_dtype_raise(comm, impatient):
     assert everywhere == [errors] * comm.size
     if comm.size > 1:
         assert [kind for kind, _ in errors] == ["CollectiveError"] * 3
-        assert "shape: (7, 5) (rank 0), (6, 5) (rank" in errors[0][1]
-        assert "dtype: 'float32' (rank 0), 'float64' (rank" in errors[1][1]
-        assert "from: 'data: Shard(0)' (rank 0), \"data: Partial('sum')\" (rank" in errors[2][1]
+        assert "shape: (7, 5) (rank 0 along data), (6, 5) (rank" in errors[0][1]
+        assert "dtype: 'float32' (rank 0 along data), 'float64' (rank" in errors[1][1]
+        assert "from: 'data: Shard(0)' (rank 0 along data), \"data: Partial('sum')\" (rank" in errors[2][1]
 
 
 def test_ranks_that_agree_hear_no_disagreement(comm, impatient):

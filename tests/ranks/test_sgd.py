@@ -461,14 +461,17 @@ def with_whole_gradient(parameters):
 
 # What rank 0 makes of the parameters, and what all ranks are told.
 DIFFERENT = {
-    "one gradient less": (lambda p: without_gradients(p, 1), r"parameters\[1\]: '.*no gradient' \(rank 0\)"),
-    "no gradient at all": (lambda p: without_gradients(p, 0, 1), r"parameters\[0\]: '.*no gradient' \(rank 0\)"),
+    "one gradient less": (lambda p: without_gradients(p, 1), r"parameters\[1\]: '.*no gradient' \(rank 0 along data\)"),
+    "no gradient at all": (
+        lambda p: without_gradients(p, 0, 1),
+        r"parameters\[0\]: '.*no gradient' \(rank 0 along data\)",
+    ),
     "gradient placed otherwise": (
         with_whole_gradient,
         r"gradient data: Replicate\(\).*gradient data: Partial\('sum'\)",
     ),
     "another order": (lambda p: p[::-1], r"parameters\[0\]"),
-    "fewer": (lambda p: p[:1], r"parameters\[1\]: not given \(rank 0\), "),
+    "fewer": (lambda p: p[:1], r"parameters\[1\]: not given \(rank 0 along data\), "),
 }
 
 
