@@ -47,7 +47,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TAG = 2
 _NAP = 0.0002
 # How long a rank that has raised in an earlier call may take to come, after another has found that it waits for it.
-_GRACE_SECONDS = 1.0
+_GRACE_SECONDS = 0.5
 # What a rank does where it is.
 _BEGINS, _WAITS, _HAS_LEFT = range(3)
 # How long ranks that wait listen for each other, before one of them says who waits.
