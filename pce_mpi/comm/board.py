@@ -153,7 +153,8 @@ class Board:
             here = [self.position, operation]
             waiting = {self.rank, *(rank for rank, said in self._said("waits").items() if said == here)}
             if self.rank == min(waiting):
-                where, inner = program.call, operation.partition(":")[0]
+                inner = operation.partition(":")[0]
+                where = next(reversed(program.names), inner)
                 ended = self._ended - waiting
                 absent = set(range(self.size)) - waiting - ended
                 told = [
@@ -245,20 +246,14 @@ class _Program(local):
     """Where this thread is in the program: the names of the public functions that it has called."""
 
     def __init__(self) -> None:
-        self.call = ""
+        # Whoever notes a call does it in two lines: a function would be one more that each operation enters.
         self.count = 0
-        self._names: deque[str] = deque(maxlen=256)
-
-    def enter(self, name: str) -> None:
-        """Note a call."""
-        self.call = name
-        self.count += 1
-        self._names.append(name)
+        self.names: deque[str] = deque(maxlen=256)
 
     def calls(self, first: int, last: int) -> int:
         """Return a checksum of the names of the calls from number `first` to `last`."""
-        oldest = self.count - len(self._names)
-        return crc32("\n".join(list(self._names)[max(0, first - oldest) : max(0, last - oldest)]).encode())
+        oldest = self.count - len(self.names)
+        return crc32("\n".join(list(self.names)[max(0, first - oldest) : max(0, last - oldest)]).encode())
 
 
 program = _Program()
@@ -284,7 +279,8 @@ def telling(function: Function) -> Function:
 
     @wraps(function)
     def told(*arguments: Any, **options: Any) -> Any:
-        program.enter(name)
+        program.count += 1
+        program.names.append(name)
         try:
             return function(*arguments, **options)
         except Exception as error:

@@ -74,7 +74,8 @@ def _operators(name: str) -> tuple[Operator, Operator]:
     """Make two operators of the operation `name`: for a `DistArray` on the left, and for one on the right."""
 
     def left(self: DistArray, other: Any) -> DistArray:
-        program.enter(name)
+        program.count += 1
+        program.names.append(name)
         try:
             return OPERATIONS[name](self, other)
         except Exception as error:
@@ -82,7 +83,8 @@ def _operators(name: str) -> tuple[Operator, Operator]:
             raise
 
     def right(self: DistArray, other: Any) -> DistArray:
-        program.enter(name)
+        program.count += 1
+        program.names.append(name)
         try:
             return OPERATIONS[name](other, self)
         except Exception as error:

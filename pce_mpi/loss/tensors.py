@@ -30,7 +30,8 @@ def tensors_for_tensors(function: Function) -> Function:
     def call(*arguments: Any, **options: Any) -> Any:
         communicates = is_backward or options.get("comm") is not None or options.get("batch_comm") is not None
         if communicates:
-            program.enter(name)
+            program.count += 1
+            program.names.append(name)
         try:
             results = function(*arguments, **options)
         except Exception as error:
