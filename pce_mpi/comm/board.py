@@ -59,7 +59,7 @@ _LAST_WORDS_SECONDS = 0.5
 
 
 class Board:
-    """What the ranks of a private communicator have told each other since they last were in one place.
+    """All that the ranks of a private communicator have told each other since they last were in one place.
 
     `position` counts the collectives that this rank has started, and `marks` are the numbers of calls
     before the last two.
@@ -243,7 +243,7 @@ _boards: weakref.WeakSet[Board] = weakref.WeakSet()
 
 
 class _Program(local):
-    """Where this thread is in the program: the names of the public functions that it has called."""
+    """The place of this thread in the program: the names of the public functions that it has called."""
 
     def __init__(self) -> None:
         # Whoever notes a call does it in two lines: a function would be one more that each operation enters.
