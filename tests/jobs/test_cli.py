@@ -405,6 +405,8 @@ def test_exception_ends_job_without_mpi4py_runner():
 def test_action_shows_no_report_of_an_earlier_step(tmp_path):
     script = textwrap.dedent((ROOT / "action.yml").read_text().rpartition("      run: |\n")[2])
     environment = {"RUNNER_TEMP": str(tmp_path), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
+    # The action's `python` is the one that pip installed for, with its mpiexec beside it.
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for candidate, status in (("pce", 0), ("missing.py:f", 2)):
         chosen = {"CANDIDATE": candidate, "ARGUMENTS": "-n 1 --case random-logits/float32"}
         job = complete(["bash", "-e", "-c", script], env=job_environment(1) | environment | chosen)
