@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.kinds import KINDS
 from pce_mpi.conformance.kinds.factors import factors
 from pce_mpi.conformance.outcomes import Fault
@@ -24,6 +24,8 @@ _CLOSER, _ALONE = 8.0, 256.0
 # ... and this close, in eps of the dtype: fault and candidate may round in another order.
 _CLOSE = {2: 1.0, 4: 64.0, 8: 4096.0}
 _HALVES = 2.0**-10
+# Halves have the bits of a fault if so many of those that tell do.
+_BUT_FOR_RARE = 0.998
 # Less than this many eps of the arithmetic, for a p of about 1, is no error, by the bytes of a logit.
 _FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
 # Larger problems are not compared with known faults: they are about the number of entries. Eight rows of the largest
@@ -213,7 +215,7 @@ class _Quantity:
         """Return True if a fault with this answer explains the numbers; `lone`: no other quantity shows it."""
         distance = self.distance(self.part(answer))
         if not distance <= self.close:
-            return False
+            return self._has_bits_of(self.part(answer))
         if not self.wrong.any():
             return True
         # Beside the floor, any two numbers near 0 are close, by coincidence.
@@ -224,6 +226,18 @@ class _Quantity:
         ):
             return False
         return distance * (_ALONE if lone and self.is_one else _CLOSER) <= self.distance(self.truth) > 0.0
+
+
+    def _has_bits_of(self, other: Array) -> bool:
+        """Return True for halves of other bits than are due, and of those of `other`, but for rare ones.
+
+        A number inside that is near the border of two roundings may have been rounded to either.
+        """
+        if self.close < _HALVES or not self.wrong.any():
+            return False
+        due, faulty = (each.astype(dtype_named(self.dtype)).astype(np.float64) for each in (self.truth, other))
+        telling = (due != faulty) | (due != self.got)
+        return bool((self.got == faulty)[telling].mean() > _BUT_FOR_RARE)
 
 
 def _sizes(values: Array, alone: Array) -> Array:

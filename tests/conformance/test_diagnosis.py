@@ -442,3 +442,22 @@ def test_float32_logsumexp_of_halves_is_named():
     top = x.max(axis=-1)
     lse = top + np.log(np.exp(x - top[:, None]).sum(axis=-1))
     assert of_losses(problem, lse - x[np.arange(problem.rows), problem.targets]).startswith("logsumexp is rounded")
+
+
+@pytest.mark.parametrize("name", ["p-near-1/bfloat16", "many-classes/bfloat16", "many-classes/float16"])
+def test_log_probabilities_kept_in_halves_are_named(name):
+    """As `loss_parallel` of PyTorch has them: each number of the backward pass is rounded too."""
+    problem = problem_named(name)
+    half = problem.dtype.type
+    x = problem.logits.astype(np.float32)
+    shifted = x - x.max(axis=-1, keepdims=True)
+    log_p = (shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))).astype(half)
+    if problem.classes > 1_000:  # of many numbers, one was near the border of two roundings
+        likely = 0, shifted[0].argmax()
+        log_p[likely] = np.nextafter(log_p[likely], half(0.0))
+    p = np.exp(log_p.astype(np.float32)).astype(half)
+    one_hot = (np.arange(problem.classes) == problem.targets[:, None]).astype(half)
+    loss = (-log_p[one_hot == 1].astype(np.float32).mean()).astype(half)
+    gradient = (p - one_hot) * half(1.0 / problem.rows)
+    assert gradient.dtype == problem.dtype
+    assert explained(problem, [loss] * RANKS, gradient).startswith(f"log-probabilities are kept in {problem.dtype}")

@@ -263,10 +263,12 @@ def _roundings(b: Textbook) -> Faults:
             return array.astype(dtype).astype(np.float64)
 
         # PyTorch's loss_parallel, and Liger.
-        low = b.but(p=np.exp(-rounded(b.nll)), nll=rounded(b.nll))
-        yield f"log-probabilities are kept in {dtype}", all_ranks(low)
+        text = f"log-probabilities are kept in {dtype}"
+        low, scale = b.but(p=np.exp(-rounded(b.nll)), nll=rounded(b.nll)), (b.g / b.divisor)[:, None]
+        yield text, all_ranks(low)
+        of_row = np.where(b.valid[:, None], rounded(rounded(low.p) * b.total[:, None] - b.u) * rounded(scale), 0.0)
+        yield text, Given((low.loss(),), rounded(of_row * b.slope))
         at_target = np.where(b.q != 0, rounded(b.p), b.p)
-        scale = (b.g / b.divisor)[:, None]
         late = np.where((b.q != 0) & b.valid[:, None], rounded(b.p * scale) - b.u * scale, b.gradient())
         text = f"1 is subtracted at the target after rounding to {dtype}, when p close to 1 has become 1"
         yield text, of_gradient(b.but(p=at_target).gradient())
