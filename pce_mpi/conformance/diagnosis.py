@@ -227,7 +227,6 @@ class _Quantity:
             return False
         return distance * (_ALONE if lone and self.is_one else _CLOSER) <= self.distance(self.truth) > 0.0
 
-
     def _has_bits_of(self, other: Array) -> bool:
         """Return True for halves of other bits than are due, and of those of `other`, but for rare ones.
 

@@ -21,7 +21,6 @@ from unittest import SkipTest
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.conformance.cases import Case, Expects
@@ -276,8 +275,7 @@ def settle(
     else:
         answers = [answers for answers, _ in returned]
         if case.expects == Expects.REFUSAL:
-            if answers[0]:  # else there is no loss, and that is a finding
-                outcome.findings.append(Finding("not refused", _not_refused(problem(0), answers[0])))
+            outcome.findings.append(Finding("not refused", _not_refused(problem(0), answers[0])))
         elif len({len(each) for each in answers}) == 1:  # else some ranks returned no result
             for answers_of_call in zip(*answers, strict=True):
                 _judge(outcome, problem, answers_of_call, tolerance, case.form, on_one_rank)
@@ -323,9 +321,9 @@ def _not_refused(problem: Problem, answers: Sequence[tuple[int, str, Answer]]) -
     targets = problem.targets.reshape(-1)
     beyond = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= problem.classes)))
     what = f"{target_text(targets, problem.rows_shape, beyond[0])} is outside [0, {problem.classes})"
-    loss = answers[0][2].loss
-    given = np.array2string(loss.astype(np.float64) if is_floating(loss.dtype) else loss, precision=5, threshold=6)
-    return f"{what}, and no rank refused it: the loss is {given}; {meant(checks_targets=False)}"
+    losses = [np.array2string(each.loss.astype(np.float64), precision=5, threshold=6) for _, _, each in answers]
+    given = "".join(f": the loss is {loss}" for loss in losses)  # none if it is no array of numbers
+    return f"{what}, and no rank refused it{given}; {meant(checks_targets=False)}"
 
 
 def _as_text(outcome: Outcome) -> str:

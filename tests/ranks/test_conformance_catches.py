@@ -6,6 +6,7 @@ Faults that hang or crash are in tests/conformance, as only a launcher survives 
 from dataclasses import replace
 import math
 from pathlib import Path
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -274,16 +275,30 @@ def test_subtle_fault_passes_random_logits(comm, planted):
 
 
 @pytest.mark.sizes(2)  # rank 0 judges the results of all
-@pytest.mark.parametrize("text", ["0.5", np.array("a loss"), np.array([(1, 0.5)], "i4,f4")], ids=repr)
-def test_result_of_no_numbers_is_a_finding(comm, text):
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("0.5", "the loss has dtype <U3, which is no floating-point one"),
+        (np.array("a loss"), "the loss has dtype <U6, which is no floating-point one"),
+        (np.array([(1, 0.5)], "i4,f4"), "the loss has dtype [('f0', '<i4'), ('f1', '<f4')], which is no"),
+    ],
+    ids=repr,
+)
+def test_result_of_no_numbers_is_a_finding(comm, result, words):
+    """One that also takes a target beyond the classes has both findings: neither hides the other."""
+
     @offers(gradient="none")
     def candidate(logits, targets, *, class_start, num_classes, comm):
-        return text
+        return result
 
-    outcome = run_case(candidate, case_named("target-out-of-range/far", candidate), comm)
-    assert [finding.kind for finding in outcome.findings] == ["result"]
-    outcome = run_case(candidate, case_named("random-logits/float32", candidate), comm)
-    assert [finding.kind for finding in outcome.findings] == ["result"]
+    both, alone = (
+        run_case(candidate, case_named(name, candidate), comm).findings
+        for name in ("target-out-of-range/far", "random-logits/float32")
+    )
+    assert [finding.kind for finding in both] == ["not refused", "result"]
+    assert re.search(r"^targets\[\d\] = \d+ is outside \[0, \d+\), and no rank refused it; where", both[0].text)
+    assert [finding.kind for finding in alone] == ["result"]
+    assert words in both[1].text and words in alone[0].text
 
 
 @pytest.mark.sizes(2, 3)  # on one rank there is nothing to compare with

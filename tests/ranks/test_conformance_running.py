@@ -206,9 +206,11 @@ def test_function_that_needs_an_adapter_is_told(comm):
         assert_conforms(function, case_of("random-logits/float32"), comm)
 
 
-def test_malformed_result_comes_before_missing_refusal(comm):
+def test_malformed_result_does_not_hide_missing_refusal(comm):
     outcome = run(lambda *_, **__: {"loss": 1.0}, "target-out-of-range/far", comm, offer=Offer())
-    assert [finding.text for finding in outcome.findings] == ["(loss, dlogits) is due, got dict"]
+    refusal, result = (finding.text for finding in outcome.findings)
+    assert refusal.startswith("targets[3] =") and "no rank refused it; where that is meant" in refusal
+    assert result == "(loss, dlogits) is due, got dict"
 
 
 @pytest.mark.parametrize("name", ["random-logits/float32", "same-in-every-run"])
