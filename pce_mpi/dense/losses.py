@@ -54,7 +54,8 @@ def softmax_cross_entropy_value_and_grad(
 
     The loss of a row is the sum over the classes c of u_c (-log p_c), plus z_loss logsumexp(z)**2. With s =
     label_smoothing, w = weight and C classes, u = (1 - s) w_t [c = t] + s w_c / C for a class number t, and
-    u = w_c (q_c (1 - s) + s / C) for probabilities q. A class with u = 0 contributes 0, whatever its logit is.
+    u = w_c (q_c (1 - s) + s / C) for probabilities q. A class whose u is 0 or infinite contributes u, whatever its
+    logit is.
 
     Parameters
     ----------
@@ -138,12 +139,14 @@ def softmax_cross_entropy_value_and_grad(
         p, p_minus_held, nll, logsumexp = softmax(
             x, z, held, logit_scale if softcap is None and margin is None else None
         )
-        loss = np.where(u == 0.0, 0.0, u * nll).sum(axis=-1) + z_loss * logsumexp * logsumexp
+        loss = np.where((u == 0.0) | np.isinf(u), u, u * nll).sum(axis=-1) + z_loss * logsumexp * logsumexp
         # sum_c u_c (p - [class is c]), the part of the class held apart written as u_h (p - [class is h])
         u_held = at(u, held)[..., None]
         others = u.copy()
         put(others, held, 0.0)
         dz = u_held * p_minus_held + others.sum(-1, keepdims=True) * p - others
+        total = u.sum(-1, keepdims=True)
+        dz = np.where(np.isfinite(total), dz, total * p - u)
         dz += (2.0 * z_loss * logsumexp)[..., None] * p
         loss = np.where(valid, loss, 0.0)
         if reduction == "mean":

@@ -31,7 +31,7 @@ static const State NO_CLASSES = {-INFINITY, -INFINITY, -INFINITY, 0, INT64_MAX, 
 static i64 clamp(i64 v, i64 least, i64 most) { return v < least ? least : v > most ? most : v; }
 static i64 floordiv(i64 a, i64 b) { return a / b - (a % b < 0); }
 static double two(i64 n) { return ldexp(1, n); }
-static double times(double a, double b) { return a == 0 && !isnan(b) ? 0 : a * b; }
+static double times(double a, double b) { return (a == 0 || isinf(a)) && !isnan(b) ? a + 0.0 : a * b; }
 static double single(double v) { return in.dbl ? v : (double)(float)v; }
 static int before(double a, double b) { return isnan(a) ? !isnan(b) : a > b; }
 static double larger(double a, double b) { return before(a, b) ? a : b; }
@@ -263,19 +263,18 @@ static void losses(void) {
         Row r = finish(i);
         double w = ignored ? 0 : in.weights ? r.s.held_weight : 1, loss = times((1 - s) * w, r.nll);
         Sum others = all, logit = r.s.weighted;
-        if (logit.grid < INF_GRID && all.grid >= INF_GRID) others.grid = -INF_GRID;
         if (isfinite(w)) add_wide(&others, -w, 0, 0);
         Pair W = s ? wide_value(others) : (Pair){0, 0};
         double X = times(w, r.nll) + times(W.high, r.rise);
-        X = logit.grid >= INF_GRID ? times(w, r.nll) + wide_value(logit).high : X + gap(W, r.T.z, logit, 0);
+        X = fmax(logit.grid, all.grid) >= INF_GRID ? times(w, r.nll) + wide_value(logit).high : X + gap(W, r.T.z, logit, 0);
         if (s) loss += share * X;
         if (in.z_loss) loss += (in.z_loss * r.logsumexp) * r.logsumexp;
         loss = ignored ? 0 : loss, add_wide(&sum, loss, 0, 1), put(single(loss));
-        double h = (1 - s + share) * w, o = share * W.high, l = in.z_loss ? (2 * in.z_loss) * r.logsumexp : 0;
+        double t = (1 - s) * w, h = isnan(t) ? t : (1 - s + share) * w, o = share * W.high, l = in.z_loss ? (2 * in.z_loss) * r.logsumexp : 0;
         double G = in.scale * (dloss[i] / divisor);
         for (i64 k = i * in.classes, j = 0; j < in.classes; k++, j++) {
             double g = exponential((G * ((h + o) + l)) * r.N, logits[k], &r) - (s ? (G * share) * weight[j] : 0);
-            if (j == targets[i]) g = G * (h * r.p1 + (o + l) * r.p);
+            if (j == targets[i]) g = G * (isfinite(h + o + l) ? h * r.p1 + (o + l) * r.p : (h + o + l) * r.p - h);
             put_element(ignored ? 0 : g * slope(logits[k]));
         }
     }

@@ -250,6 +250,56 @@ def test_weights_that_are_infinite_count_as_in_dense(comm, logits, weight, targe
                 np.testing.assert_allclose(found, part.of(gradient, 1), rtol=1e-6, atol=1e-7)
 
 
+INFINITE_WEIGHTS = [
+    # logits, weight, target, label smoothing, the loss and the gradient of a row
+    ([2.0, 2, 2], [INF, 1.0, 1], 0, 0.0, INF, [NAN, INF, INF]),
+    ([2.0, 2, 2], [INF, 1.0, 1], 0, 0.1, INF, [NAN, INF, INF]),
+    ([2.0, 2, 2], [INF, 1.0, 1], 0, 1.0, NAN, [NAN, NAN, NAN]),  # 1 - 1 times infinity
+    ([2.0, 2, 2], [INF, 1.0, 1], 1, 1.0, INF, [NAN, INF, INF]),
+    ([2.0, -INF, -INF], [INF, 0.0, 1], 0, 0.0, INF, [NAN, NAN, NAN]),
+    ([2.0, -INF, -INF], [INF, 0.0, 0], 1, 0.1, INF, [NAN, NAN, NAN]),
+    ([2.0, -INF, -INF], [-INF, 0.0, -1], 2, 0.1, -INF, [NAN, NAN, NAN]),
+    ([2.0, -INF, -INF], [0.0, 1.0, INF], 2, 0.1, INF, [INF, NAN, NAN]),
+    ([2.0, 1, -INF], [INF, -1.0, 1], 0, 0.1, INF, [NAN, INF, NAN]),
+    ([2.0, 1, -INF], [INF, 1.0, -1], 0, 0.1, NAN, [NAN, INF, NAN]),
+    ([2.0, 1, -INF], [-INF, 1.0, 0], 1, 0.1, -INF, [NAN, -INF, NAN]),
+    ([99.0, 0, 0], [INF, 1.0, 1], 0, 0.0, INF, [NAN, INF, INF]),  # 1 + exp(-99) rounds to 1
+    ([99.0, 0, 0], [INF, 1.0, 1], 1, 0.1, INF, [NAN, INF, INF]),
+]
+
+
+@several_shards
+@pytest.mark.parametrize(("logits", "weight", "target", "smoothing", "loss", "gradient"), INFINITE_WEIGHTS, ids=str)
+def test_infinite_weights_make_all_gradients_infinite_or_nan(comm, logits, weight, target, smoothing, loss, gradient):
+    options = {"label_smoothing": smoothing, "reduction": "none"}
+    for dtype in (np.float32, np.float64):
+        problem = Problem(np.array([logits], dtype), np.array([target]), weight=np.array(weight), options=options)
+        part = part_of(comm, problem)
+        with in_step(comm):
+            np.testing.assert_array_equal(problem.dense()[0], [loss])
+            np.testing.assert_array_equal(problem.dense()[1], [gradient])
+            results = evaluate(comm, problem, part)
+            for found in results.losses.values():
+                np.testing.assert_array_equal(found, [loss])
+            for found in results.gradients.values():
+                np.testing.assert_array_equal(found, part.of(np.array([gradient]), 1))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_weights_of_any_kind_count_as_in_dense(kind, smoothing):
+    """Each class of three may be masked, each weight may be infinite or nan, and each class may be the target."""
+    rows = [row for row in product((2.0, 1.0, -INF), repeat=3) if max(row) > -INF]
+    logits, targets = np.repeat(rows, 3, axis=0), np.tile(np.arange(3), len(rows))
+    options = {"label_smoothing": smoothing, "reduction": "none"}
+    for weight in product((1.5, -1.0, 0.0, INF, -INF, NAN), repeat=3):
+        given = (logits, targets if kind == "index" else np.eye(3)[targets])
+        found = pce.softmax_cross_entropy_value_and_grad(*given, weight=np.array(weight), **options)
+        expected = pce.dense.softmax_cross_entropy_value_and_grad(*given, weight=np.array(weight), **options)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14, err_msg=str(weight))
+
+
 def test_infinite_upstream_makes_infinite_gradient():
     logits = np.array([[1.0, 2.0, -np.inf, 0.5]])
     for dtype in (np.float32, np.float64):

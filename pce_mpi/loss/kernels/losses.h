@@ -33,12 +33,18 @@ PCE_FUNCTION RowGradient gradient_row(const RowSoftmax &row, int fields, bool va
                                       const LossTerms &terms) {
     bool probabilities = fields & HOLD_LARGEST;
     double share = probabilities ? 1.0 : terms.share, held = fields & HELD_WEIGHT ? row.held_weight : 1.0;
-    if (!probabilities) held = (1.0 - terms.smoothing + share) * held;
+    if (!probabilities) {
+        double of_target = (1.0 - terms.smoothing) * held;  // nan for smoothing 1 of an infinite weight
+        held = of_target == of_target ? (1.0 - terms.smoothing + share) * held : of_target;
+    }
     double others = fields & WEIGHTED_LOGIT ? share * row.weight : 0.0;
     double common = terms.z_loss != 0.0 ? 2.0 * terms.z_loss * row.logsumexp : 0.0;
-    double at_held = (held * row.held_minus_one + (others + common) * row.held_probability) * row.held_slope;
-    double factor = slope * (held + others + common) * row.normalizer;
-    return {row.exponent,    column, valid, row.top, row.most, factor, slope * share, slope * at_held, row.held,
+    double total = held + others + common;
+    double at_held = held * row.held_minus_one + (others + common) * row.held_probability;
+    if (!finite(total)) at_held = total * row.held_probability - held;  // the others have no sum of their own
+    double factor = slope * total * row.normalizer;
+    at_held = slope * (at_held * row.held_slope);
+    return {row.exponent,    column, valid, row.top, row.most, factor, slope * share, at_held, row.held,
             row.held_weight, 0.0,    0.0,   0.0,     -1,       0.0};
 }
 

@@ -60,15 +60,19 @@ def row_gradients(
         share = 1.0 if fields.hold_largest else terms.share
         held = rows.held_weight if fields.held_weight else np.ones(len(softmax))
         if not fields.hold_largest:
-            held = (1.0 - terms.smoothing + share) * held
+            of_target = (1.0 - terms.smoothing) * held  # nan for smoothing 1 of an infinite weight
+            held = np.where(np.isnan(of_target), np.nan, (1.0 - terms.smoothing + share) * held)
         others = share * rows.weight if fields.weighted_logit else 0.0
         common = 2.0 * terms.z_loss * rows.logsumexp if terms.z_loss else 0.0
-        at_held = (held * rows.held_minus_one + (others + common) * rows.held_probability) * rows.held_slope
+        total = held + others + common
+        at_held = held * rows.held_minus_one + (others + common) * rows.held_probability
+        # If the total is infinite, the others have no sum of their own.
+        at_held = np.where(np.isfinite(total), at_held, total * rows.held_probability - held) * rows.held_slope
         columns = {
             "exponent": rows.exponent,
             "top": rows.top,
             "most": rows.most,
-            "factor": slope * (held + others + common) * rows.normalizer,
+            "factor": slope * total * rows.normalizer,
             "weight_factor": slope * share,
             "held_gradient": slope * at_held,
             "held": rows.held,

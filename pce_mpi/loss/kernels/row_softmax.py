@@ -40,7 +40,7 @@ from pce_mpi.loss.kernels.limbs import (
 from pce_mpi.loss.kernels.margin import margined
 from pce_mpi.loss.kernels.parameters import NO_MARGIN, Transform
 from pce_mpi.loss.kernels.states import grid_of, in_units
-from pce_mpi.loss.softmax_state import INFINITE, NEGLIGIBLE, NO_GRID, ROW_SOFTMAX, StateFields
+from pce_mpi.loss.softmax_state import INFINITE, NEGLIGIBLE, ROW_SOFTMAX, StateFields
 
 Array = np.ndarray[Any, Any]
 
@@ -141,9 +141,7 @@ class RowSoftmax:
         assert self._class_weights is not None
         grids = np.broadcast_to(self._class_weights[0].view(i64), self.held.shape)
         held = limbs_of(*mantissa_and_exponent(self.held_weight), WIDE * (grids - 2), WIDE)
-        # If the class held alone has a weight that is not finite, that of the others does not matter.
-        alone = (grids >= INFINITE) & (self._states["logit_grid"] < INFINITE)
-        return number_of(Sums(np.where(alone, NO_GRID, grids), np.subtract(self._class_weights[1:], held)))
+        return number_of(Sums(grids, np.subtract(self._class_weights[1:], held)))
 
     @property
     def weight(self) -> Array:
@@ -160,7 +158,7 @@ class RowSoftmax:
             of_held = times(self.held_weight, self.held_nll)
             value = (of_held + times(weight.high, self.above_top)) + gap
             infinite = number_of(Sums(grids, self._states["weighted_logit"])).high
-            return np.where(grids >= INFINITE, of_held + infinite, value)
+            return np.where((grids >= INFINITE) | ~np.isfinite(weight.high), of_held + infinite, value)
 
     @property
     def entropy(self) -> Array:
@@ -183,8 +181,8 @@ class RowSoftmax:
 
 
 def times(weight: Array, value: Array) -> Array:
-    """Return weight value; weight 0 gives 0 even if the value is infinite, though not if it is nan."""
-    return np.where((weight == 0.0) & ~np.isnan(value), 0.0, weight * value)
+    """Return weight value; a weight that is 0 or infinite gives itself, whatever the value is but nan."""
+    return np.where(((weight == 0.0) | ~np.isfinite(weight)) & ~np.isnan(value), weight + 0.0, weight * value)
 
 
 def row_softmax(

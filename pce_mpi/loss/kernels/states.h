@@ -354,9 +354,9 @@ struct Logit {
     }
 };
 
-// weight value; weight 0 gives 0 even if the value is infinite, though not if it is nan.
+// weight value; a weight that is 0 or infinite gives itself, whatever the value is but nan.
 PCE_FUNCTION double times(double weight, double value) {
-    return weight == 0.0 && value == value ? 0.0 : weight * value;
+    return (weight == 0.0 || !finite(weight)) && value == value ? weight + 0.0 : weight * value;
 }
 
 // weight z - weighted 2^exponent, `times` if z is infinite; digits cancel if all logits are far from 0.
@@ -447,8 +447,6 @@ struct RowSoftmax {
             Sum weights = state.weight;
             if (!call.has(WEIGHT)) {
                 weights = class_weights;
-                // If the class held alone has a weight that is not finite, that of the others does not matter.
-                if (weights.grid >= INFINITE && state.weighted_logit.grid < INFINITE) weights.grid = NO_GRID;
                 if (finite(held_weight) && held_weight != 0.0) {
                     Parts p = split(held_weight);
                     add_limbs(weights.limbs, mantissa(p), p.e - 53 - WIDE * (weights.grid - 2), WIDE, !(p.m < 0.0));
@@ -460,7 +458,8 @@ struct RowSoftmax {
                                  exponent_of_wide(state.weighted_logit));
             double of_held = times(held_weight, row.held_nll);
             row.weighted_nll = (of_held + times(weight.high, above_top)) + away;
-            if (state.weighted_logit.grid >= INFINITE) row.weighted_nll = of_held + number_of(state.weighted_logit);
+            if (weights.grid >= INFINITE || state.weighted_logit.grid >= INFINITE)
+                row.weighted_nll = of_held + number_of(state.weighted_logit);
         }
         if (call.has(ENTROPY)) {
             Pair total_sum = scaled(sum, unit - row.exponent);
