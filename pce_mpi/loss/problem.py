@@ -15,7 +15,7 @@ from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of
 from pce_mpi.comm.agreement import Call
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.loss.kernels import converted, kernel_of
+from pce_mpi.loss.kernels import kernel_of
 from pce_mpi.loss.kernels.elementary import Arithmetic
 from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
@@ -340,7 +340,7 @@ def upstream_of(value: Any, name: str, shape: tuple[int, ...], problem: Problem)
     )
     check_on_current_gpu({"logits": problem.logits, name: upstream})
     kept = cupy_of(upstream) is not None and is_floating(upstream.dtype)
-    return (upstream if kept else converted(upstream, np.float64)).reshape(-1)
+    return (upstream if kept else upstream.astype(np.float64)).reshape(-1)
 
 
 def _lends_memory(value: Any) -> bool:
