@@ -53,7 +53,7 @@ def linear_cross_entropy_value_and_grad(
     Parameters
     ----------
     hidden : array of float16, bfloat16, float32 or float64, shape (..., features)
-        The same on every rank of `comm`.
+        Equal on every rank of `comm`, bit for bit; a difference raises `CollectiveError`.
     w : array of the dtype of `hidden`, shape (features, local classes)
         This shard's classes; `w.T` of an array (classes, features) is accepted as it is.
     targets : array of integers, shape (...)

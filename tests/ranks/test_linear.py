@@ -191,6 +191,27 @@ def test_ranks_that_differ_raise(comm, several):
             pce.linear_cross_entropy_value_and_grad(**given, comm=comm)
 
 
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("row", [0, 4], ids=["counts", "ignored"])
+def test_hidden_that_differs_by_a_bit_raises(comm, row):
+    hidden, w, targets = problem()
+    mesh, mine = pce.Mesh(comm, d=comm.size), slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
+    sharded = pce.distribute(w, mesh, d=pce.Shard(1))
+    if comm.rank == 2:
+        hidden[row, 2] = np.nextafter(hidden[row, 2], np.inf)
+    replicated = pce.from_local(hidden, mesh)
+    for call in (
+        lambda: pce.linear_cross_entropy_value_and_grad(hidden, w[:, mine], targets, comm=comm),
+        lambda: pce.linear_class_statistics(hidden, w[:, mine], comm=comm),
+        lambda: pce.linear_class_statistics_forward(hidden, w[:, mine], targets, comm=comm),
+        lambda: pce.linear_cross_entropy(replicated, sharded, targets),
+        lambda: pce.linear_class_statistics(replicated, sharded),
+    ):
+        text = r"disagree on the values of hidden: checksum \w+ \(ranks 0, 1( along d)?\), checksum \w+ \(rank 2"
+        with pytest.raises(pce.CollectiveError, match=text):
+            call()
+
+
 def test_logits_are_held_one_chunk_at_a_time(comm, monkeypatch):
     hidden, w, targets = problem()
     held = []
