@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 from weakref import finalize
 
-#: what a ledger counts; "tape" is what the tape holds beside the parameters
+#: the purposes of the bytes that a ledger counts; "tape" is all that the tape holds beside the parameters
 PURPOSES = ("parameters", "gradients", "optimizer state", "tape")
 
 

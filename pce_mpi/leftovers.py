@@ -20,7 +20,7 @@ import time
 import zlib
 
 _WEEK = 7 * 24 * 3600.0
-# How many times another process may remove a new file in the moment before it is locked.
+# Another process may remove a new file so many times in the moment before it is locked.
 _ATTEMPTS = 10
 
 

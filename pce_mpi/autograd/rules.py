@@ -11,9 +11,9 @@ Along one dim of a mesh an operation may then run in these ways, and in no other
   Partial if the axis was summed away;
 - operands in which the result is linear are Partial, the others Replicate: the result is Partial.
 
-So x sharded on b is data parallelism, and w sharded on m, or both on k, is tensor parallelism. The same holds for the
-gradients, which are operations themselves: that of w is b k, b m -> k m, which sums b away, so it is Partial if b is
-sharded. Batch, sequence and context parallelism are this one rule.
+So x sharded on b is data parallelism, and w sharded on m, or both on k, is tensor parallelism. Gradients are
+operations themselves, with rules of this kind: that of w is b k, b m -> k m, which sums b away, so it is Partial if b
+is sharded. Batch, sequence and context parallelism are this one rule.
 """
 
 from __future__ import annotations

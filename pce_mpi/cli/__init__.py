@@ -41,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if getattr(sys, name) is None:  # it was closed before Python started
             setattr(sys, name, open(os.devnull, "w"))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal or a file in another encoding cannot show
+        if isinstance(stream, io.TextIOWrapper):  # a character that its encoding lacks is escaped
             stream.reconfigure(errors="backslashreplace")
     outputs = Stream(sys.stdout), Stream(sys.stderr)
     with contextlib.redirect_stdout(cast(TextIO, outputs[0])), contextlib.redirect_stderr(cast(TextIO, outputs[1])):
         try:
             sys.exit(_status(sys.argv[1:] if arguments is None else arguments))
         except SystemExit:
-            sys.stdout.flush()  # which may raise `Unwritten`
+            sys.stdout.flush()  # may raise `Unwritten`
             raise
 
 

@@ -65,7 +65,7 @@ def writable_file(text: str) -> Path:
     path = Path(text)
     try:
         usable = not path.is_dir() and path.absolute().parent.is_dir()
-    except OSError:  # of a name that no file can have
+    except OSError:  # no file can have this name
         usable = False
     if not usable:
         raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {_shown(text)}")

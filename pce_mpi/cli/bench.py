@@ -46,7 +46,7 @@ _AGREEMENTS = 200
 
 # The options of the loss that are real numbers.
 _REAL = [name for name, kind in get_type_hints(CrossEntropyOptions).items() if float in (kind, *get_args(kind))]
-# What `--options` times; a value that is a string names an array.
+# The calls that `--options` times; a value that is a string names an array.
 _EACH: list[dict[str, Any]] = [
     {"z_loss": 1e-4},
     {"weight": "random"},
@@ -83,7 +83,7 @@ class _Work(NamedTuple):
     function: str
     options: str
     call: Callable[[], object]
-    passes: int  # how often the bytes of the shard must pass
+    passes: int  # the number of times that the bytes of the shard must pass
 
 
 # The head and the cells of each column of the table.

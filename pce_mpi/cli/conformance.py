@@ -150,7 +150,7 @@ def _written(report: Report, renderers: dict[Path, Callable[[Report], str]]) -> 
         for path, render in renderers.items():
             try:
                 files.write(path, render(report))
-            except Exception as error:  # of any renderer: the other files do not need it
+            except Exception as error:  # any renderer may fail; the other files do not need it
                 problems.append(f"{path}: {_why(error)}")
         for problem in problems:
             _wrong(f"the report could not be written to {problem}")

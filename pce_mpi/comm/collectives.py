@@ -201,7 +201,7 @@ def _make_nan_canonical(sums: Array) -> None:
         sums[xp.isnan(sums)] = math.nan
 
 
-# What MPI does by its own operators, if it is not MPI that reduces.
+# The merges of MPI's own operators, for reductions without MPI.
 _MERGES: dict[str, Merge] = {"sum": _sum, "max": _largest, "min": _smallest}
 
 

@@ -104,7 +104,7 @@ def comm_text(comm: Any) -> str:
 
 def same_ranks(a: Any, b: Any) -> bool:
     """Tell whether two communicators have the same processes in the same order; communicates nothing."""
-    if isinstance(a, NoRanks):  # of two dims of a mesh
+    if isinstance(a, NoRanks):  # two dims of a mesh have other ranks
         return False
     if isinstance(a, TorchGroup) or isinstance(b, TorchGroup):  # MPI's ranks have other numbers
         return isinstance(a, TorchGroup) and isinstance(b, TorchGroup) and a.ranks == b.ranks

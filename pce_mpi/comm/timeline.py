@@ -22,7 +22,7 @@ _COLORS = {
     "all_to_all": "C3",
 }
 _GREY = "#9a9a9a"
-# How dark the ground is behind the bars of a phase.
+# The darkness of the ground behind the bars of a phase.
 _SHADES = {"backward": 0.15, "step": 0.35}
 
 

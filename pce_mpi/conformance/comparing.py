@@ -40,7 +40,7 @@ class Compared:
     """
 
     _problem: Problem
-    _dtype: str  # of the units
+    _dtype: str  # the dtype of the units
     _quantities: list[tuple[str, Array]]
     _got: Array
     _exact: Array

@@ -22,7 +22,7 @@ from typing import NoReturn
 # Seconds that a launcher may take to end its ranks after SIGTERM.
 GRACE = 3.0
 
-# Of linux/prctl.h.
+# Constants of linux/prctl.h.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 

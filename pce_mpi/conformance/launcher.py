@@ -23,9 +23,9 @@ from pce_mpi.conformance.stacks import innermost
 from pce_mpi.conformance.texts import bounded
 from pce_mpi.leftovers import abandoned, new_folder
 
-# Of what each rank prints.
+# The part of a rank's output that is shown.
 _LINES_SHOWN = 20
-_CHARACTERS_SHOWN = 500  # of a line
+_CHARACTERS_SHOWN = 500  # in each line
 _BYTES_READ = 1 << 18
 # The names of the folders of all jobs begin with this.
 _STEM = "pce_mpi-conformance-"
@@ -59,7 +59,7 @@ class Job:
                 self._guard = subprocess.Popen(
                     [*command, *worker],
                     env=settings(ranks) | os.environ,  # the user's own settings win
-                    stdin=subprocess.PIPE,  # which ends with this process
+                    stdin=subprocess.PIPE,  # ends with this process
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,

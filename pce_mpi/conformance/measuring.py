@@ -37,7 +37,7 @@ _USUAL = Tolerance()
 # Faults are named by so many rows, or more if they have no more logits than a piece: few could be named by accident.
 _ROWS = 8
 _BESIDE = {"next": 1, "previous": -1}
-# What the kit says of a function is said of a tensor.
+# The words that the kit says of a function, to be said of a tensor.
 _DECLARED = re.compile(r'declared by @offers\(kind="(loss|log_prob|entropy)"(?:, reductions=\("none",\))?\)')
 
 

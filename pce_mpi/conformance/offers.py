@@ -1,6 +1,6 @@
 """The declaration of what a candidate supports; `help(pce_mpi.conformance.offers)` has all of it.
 
-What is not declared is inferred: from the names of the candidate's parameters, and by the adapter that calls it.
+The names of the candidate's parameters, and the adapter that calls it, tell all that is not declared.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     Parameters
     ----------
     **supported : Any
-        The parameters of `Offer`. What is left out stays as it is without `@offers`: options, `reduction` and `axis`
-        are the names of the candidate's parameters, and an adapter knows more.
+        The parameters of `Offer`. One that is left out stays as it is without `@offers`: options, `reduction` and
+        `axis` are the names of the candidate's parameters, and an adapter knows more.
 
     Returns
     -------
@@ -284,7 +284,7 @@ def offer_of(candidate: Candidate, **inferred: Any) -> Offer:
     candidate : callable
         The candidate.
     **inferred : Any
-        The parameters of `Offer` that an adapter knows. What the candidate declares comes first.
+        The parameters of `Offer` that an adapter knows. The declarations of the candidate come first.
 
     Returns
     -------

@@ -11,7 +11,7 @@ from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.conformance.units import has_dtype
 
-# Whether all these numbers are those: within what rounding in another order explains.
+# True if the numbers are the right ones, within what rounding in another order explains.
 Close = Callable[[Array], bool]
 
 # This many right rows or classes before all wrong ones are no accident.
@@ -19,8 +19,8 @@ _MANY = 32
 # Coarser dtypes, in which every entry may be representable, by the dtype of the numbers; and the error of a rounding.
 _COARSER = {"float64": ("bfloat16", "float16", "float32"), "float32": ("bfloat16", "float16")}
 _EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-# So many different numbers with more bits in their fractions than that are of a coarser dtype by no accident. What is
-# further from the truth than this has another fault, which matters more.
+# So many different numbers with more bits in their fractions than that are of a coarser dtype by no accident. A
+# number further from the truth than `_FAR` has another fault, which matters more.
 _NUMBERS, _BITS, _FAR = 4, 4, 2.0**-4
 
 

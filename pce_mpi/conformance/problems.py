@@ -1,4 +1,4 @@
-"""What a kind of candidate is, and the problems that candidates solve.
+"""The kinds of candidates, and the problems that candidates solve.
 
 A problem is global, the same on every rank, and made from a seed alone. `Problem.shard` gives the arguments of one
 rank; `Problem.expected` is the result of `dense` in float64, from logits rounded to the candidate's dtype.

@@ -14,7 +14,7 @@ from pce_mpi.conformance.texts import meant
 from pce_mpi.conformance.units import Tolerance, Units, allowed, ulp
 from pce_mpi.exact.products import product
 
-# Of larger chunks, so few are added up that sums in half precision pass.
+# Larger chunks are so few that sums of them in half precision pass.
 _CHUNKS = range(1, 9)
 # Sums in half precision explain errors that are so many times those that are left.
 _CLOSER = 4.0

@@ -43,7 +43,7 @@ def fitted_scale(name: str, problem: Problem, got: Array) -> float | None:
         return np.asarray(exact_numbers(name, replace(problem, options=options))[0]) - got
 
     scale = min((declared * 2.0 ** (power / 2.0) for power in range(-6, 7)), key=lambda each: _size(error(each)))
-    for _ in range(_STEPS):  # of Gauss and Newton
+    for _ in range(_STEPS):  # steps of Gauss and Newton
         slope = (error(scale * (1.0 + _STEP)) - error(scale * (1.0 - _STEP))) / (2.0 * _STEP)
         with np.errstate(all="ignore"):
             step = -(slope @ error(scale)) / (slope @ slope)

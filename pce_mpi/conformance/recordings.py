@@ -69,7 +69,7 @@ _METADATA: dict[str, Callable[[str], Any]] = {
     "top_p": _number,
     "min_p": _number,
 }
-_IGNORED = {"format"}  # that other writers add
+_IGNORED = {"format"}  # other writers add it
 
 
 class Recording:

@@ -138,7 +138,7 @@ def run_case(
     freed = comm is not None and private == MPI.COMM_NULL
     if freed and raised is None:
         trial.find("freed", _FREED)
-    elif freed:  # which may have raised for that in a second call
+    elif freed:  # may have raised for that in a second call
         raised = f"{raised}; {_FREED}"
     returned = trial.answers, trial.findings
     if comm is None or private is None:

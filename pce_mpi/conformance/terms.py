@@ -7,7 +7,7 @@ from typing import Literal
 
 OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-# What candidates of one kind may take besides.
+# Further options, of candidates of one kind.
 MORE_OPTIONS = ("temperature", "support", "bias")
 REDUCTIONS = ("mean", "sum", "none")
 AVERAGED = ("data", "context", "micro-batches")

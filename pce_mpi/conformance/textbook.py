@@ -41,7 +41,7 @@ class Textbook:
     total: Array  # (rows,) sum_c u_c
     lost: Array | float  # (rows,) added to the loss by a fault
     g: Array  # (rows,) upstream gradient
-    divisor: Array | float  # of the loss and of the gradient
+    divisor: Array | float  # the loss and the gradient are divided by it
 
     @classmethod
     def of(cls, problem: Problem) -> Textbook:

@@ -40,7 +40,7 @@ from pce_mpi.loss.problem import check
 
 _FORMAT = {"format": "pce_mpi conformance vectors", "version": 1}
 INDEX = "index.json"
-# What results have for the vector NAME is called NAME/loss, ...
+# The results of the vector NAME are called NAME/loss, ...
 _RESULTS = ("loss", "dlogits", "refused")
 
 

@@ -43,7 +43,7 @@ def nucleus(
     With z = logit_scale logits and classes in the order of their logits, the largest first and the lowest class first
     among equal ones: top-k keeps the classes whose logit is at least the k-th, all equal ones included. Top-p keeps,
     of these, each class before which less than top_p of their mass comes. Min-p keeps, of these, each class whose
-    probability is at least min_p times the largest. Where the mass before a class is top_p but for rounding, another
+    probability is at least min_p times the largest. If the mass before a class is top_p but for rounding, another
     order of summation may decide otherwise.
 
     Parameters

@@ -282,7 +282,7 @@ def _named(error: Exception | None, path: Any) -> Exception | None:
     if not isinstance(error, OSError) or error.errno is None:
         return error
     where = f"{str(path)!r}, a link to {os.path.realpath(path)!r}" if os.path.islink(path) else repr(str(path))
-    return OSError(error.errno, f"cannot save to {where}: {error.strerror}")  # of the class that belongs to errno
+    return OSError(error.errno, f"cannot save to {where}: {error.strerror}")  # errno decides the class
 
 
 def _is_first(sharding: Sharding, where: Mapping[str, int]) -> bool:

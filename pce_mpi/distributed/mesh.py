@@ -276,7 +276,7 @@ class Mesh:
         """
         if current().rounds_to_nearest:
             self._look_at_arithmetic()
-        self._history = hash((self._history, checksum))  # of whole numbers, and so the same in every process
+        self._history = hash((self._history, checksum))  # the hash of whole numbers is the same in every process
         self._recent.append((self._history, what, in_full))
 
     def _look_at_arithmetic(self) -> None:
@@ -356,10 +356,10 @@ class Mesh:
             self._look_at_arithmetic()
         error = error or self._fault
         # As `agree` does, in one function less.
-        call = {**call, "arithmetic": arithmetic.name}  # which decides what operations send
+        call = {**call, "arithmetic": arithmetic.name}  # the arithmetic decides what operations send
         known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))
         histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
-        # What ranks have run before an error of one of them differs, and is not compared.
+        # Ranks may have run other operations before an error of one of them: they are not compared.
         if self._beginnings == beginnings and histories != (self._history,) * len(histories):
             texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
             self._begin_again()

@@ -49,7 +49,7 @@ _MOST_AXES = 64  # NumPy's arrays have no more
 # The metadata with the checksum of the header, and that with the length of a block of the data and their checksums.
 _OF_HEADER, _OF_DATA = "pce_mpi.header", "pce_mpi.data"
 LONGEST_HEADER = 100_000_000  # as in the library
-# How files of other formats begin.
+# The first bytes of files of other formats.
 _OTHER_FORMATS = {
     rb"PK\x03\x04": "a zip archive, as .npz, .pt and .pth files are",
     rb"\x93NUMPY": "an array of np.save, a .npy file",

@@ -216,7 +216,7 @@ def _long_logarithm(k: Array, m: Array) -> tuple[Array, Array]:
     cube, cube_tail = two_product(z, w)
     cube_tail = cube_tail + (z * w_tail + z_tail * w)
     q, q_tail = _sum(ATANH[-1], w * _series(w, ATANH[4:-1]))
-    q_tail = q_tail + 2.0**-54 / 1.5  # of 2/3
+    q_tail = q_tail + 2.0**-54 / 1.5  # the rest of 2/3
     last, last_tail = two_product(cube, q)
     last_tail = last_tail + (cube * q_tail + cube_tail * q)
     s, s_tail = two_sum(k * HI, z + z)

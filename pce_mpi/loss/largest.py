@@ -88,7 +88,7 @@ def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
     -------
     array of int64
         The global number of the class, shaped as the logits without the class axis: the lowest on ties, and the first
-        `nan` if there is one, as in NumPy. The same bits on every rank.
+        `nan` if there is one, as in NumPy. Every rank has equal bits.
 
     Notes
     -----

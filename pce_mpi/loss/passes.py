@@ -37,7 +37,7 @@ class MadeResiduals:
     """The residuals of any forward pass, which name the function that makes them."""
 
     made_by: ClassVar[str]
-    of_tensors = False  # whether all arrays of the forward pass were torch's
+    of_tensors = False  # True if all arrays of the forward pass were torch's
 
     @property
     def _comms(self) -> tuple[Any, ...]:

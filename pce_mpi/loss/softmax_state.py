@@ -111,8 +111,8 @@ ROW_SOFTMAX = {
     for column, name in enumerate(
         (
             "held_nll",  # -log of the probability of the class held apart
-            "held_probability",  # that probability
-            "held_minus_one",  # and minus 1
+            "held_probability",  # its probability
+            "held_minus_one",  # its probability minus 1
             "normalizer",  # exp(z_c) 2^-exponent times this is the probability of another class
             "exponent",
             "logsumexp",  # log of the sum of exp(z_c) over all classes
@@ -171,8 +171,8 @@ ROW_GRADIENT = {
     name: column
     for column, name in enumerate(
         (
-            "exponent",  # of the normalizer
-            "column",  # of the class held apart, -1 if another shard has it
+            "exponent",  # that of the normalizer
+            "column",  # that of the class held apart; -1 if another shard has it
             "valid",  # 0 for rows that count for nothing; their gradient is 0
             "top",
             "most",

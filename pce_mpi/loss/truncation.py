@@ -152,14 +152,14 @@ def _gathered(shard: Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
     if options.comm is not None:
         with cause(options.operation, options.over, "the numbers of classes that are kept"):
             said = all_gather(said[0], options.comm, [said[0].shape] * options.comm.size)
-    # Of equal logits the lowest classes are kept, so those of ranks with lower classes come first.
+    # The lowest of classes with equal logits are kept, so those of ranks with lower classes come first.
     in_order = sorted(range(len(said)), key=lambda rank: said[rank][0])
     taken, left = np.zeros((len(said), rows), np.int64), kept.tied.copy()
     for rank in in_order:
         taken[rank] = np.minimum(left, said[rank][1 + rows :])
         left -= taken[rank]
     counts = np.stack([each[1 : 1 + rows] for each in said]) + taken
-    number = np.cumsum(is_tied)  # of ties up to this one, from the first row on
+    number = np.cumsum(is_tied)  # counts ties up to this one, from the first row on
     before = np.concatenate([[0], number])[np.searchsorted(row, np.arange(rows))]
     own = taken[0 if options.comm is None else options.comm.rank]
     ids = [column[~is_tied | (number - before[row] <= own[row])] + problem.class_start]

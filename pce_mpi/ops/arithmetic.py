@@ -93,7 +93,7 @@ _SUBTRACT = binary(
     lambda g, a, b: -g,
     [0, 1],
     uses=[(), ()],
-    dtype=numpy_dtype("subtract"),  # which refuses bool
+    dtype=numpy_dtype("subtract"),  # refuses bool
 )
 _MULTIPLY = binary("multiply", lambda g, a, b: g * b, lambda g, a, b: g * a, [0], [1], uses=[(1,), (0,)])
 _DIVIDE = binary(

@@ -79,7 +79,7 @@ _NEGATIVE = Op(
     library_function("negative"),
     (lambda g, y, x: -g,),
     elementwise_rule([0]),
-    numpy_dtype("negative"),  # which refuses bool
+    numpy_dtype("negative"),  # refuses bool
     uses=[()],
 )
 _SQUARE = unary("square", lambda xp, g, x: 2 * (g * x))

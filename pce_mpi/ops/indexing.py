@@ -157,7 +157,7 @@ def getitem(x: DistArray, index: Any) -> DistArray:
     shape: list[int] = []
     arrays: dict[int, Any] = {}
     places: list[int] = []
-    before = (0, 0)  # how many axes of the result come before those of the arrays, with those of None and without
+    before = (0, 0)  # axes of the result before those of the arrays, with those of None and without
     for place, entry in enumerate(entries):
         axis = len(ranges)
         if entry is None:

@@ -53,7 +53,7 @@ def adapted(name: str, function: Callable[..., Any]) -> Any:
         "torch-shards", for `function(logits, targets, group, **options)` on tensors; or "jax-shard-map", for
         `function(logits, targets, axis_name=..., **options)` under `jax.shard_map`.
     function : callable
-        The function. What it does not declare with `@offers` is inferred from its signature, and by the adapter.
+        The function. Its signature and the adapter tell all that it does not declare with `@offers`.
 
     Returns
     -------

@@ -88,7 +88,7 @@ class TorchShards:
         elif self._group_last:
             arguments.append(distributed.group.WORLD)
         result = self._function(*arguments, **options)
-        # What autograd has not recorded, or is no tensor, is judged as it is.
+        # A result that is no tensor, or that autograd has not recorded, is judged as it is.
         recorded = self.offer.gradient is Gradient.BACKWARD and getattr(result, "requires_grad", False)
         return loss_and_backward(result, inputs) if recorded else result
 

@@ -113,8 +113,8 @@ def _masked_target(setting: Setting) -> Problem:
 
 @CASES.case("masked-row", reductions=_BY_ROW)
 def _masked_row(setting: Setting) -> Problem:
-    """A row of -inf alone has no softmax: its loss is nan, on every rank, and the other rows are right. Who guards a
-    maximum of -inf by a 0 gets a number here.
+    """A row of -inf alone has no softmax: its loss is nan, on every rank, and the other rows are right. A
+    candidate that replaces a maximum of -inf by 0 gets a number here.
     """
     return _with_row(setting, lambda row, target: row.fill(-np.inf))
 

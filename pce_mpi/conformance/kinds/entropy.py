@@ -14,7 +14,7 @@ from pce_mpi.conformance.problems import Array, Kind, Told
 from pce_mpi.conformance.textbook import Faults, Given, Textbook, of_gradient
 from pce_mpi.conformance.units import has_dtype
 
-# What a function without targets, which is not declared, may be.
+# The hint for a function without targets that declares no kind.
 NOT_DECLARED = 'where it is an entropy, which takes no targets, declare it: @offers(kind="entropy")'
 
 

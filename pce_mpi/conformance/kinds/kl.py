@@ -55,16 +55,16 @@ def _summands(book: Textbook) -> tuple[Array, Array, Array]:
     """Return the sizes of logarithms by class, those of a row's summands, and the latter where student and teacher are
     close; 0 where they are not.
 
-    Logarithms of probabilities have an ulp of their own. Where student and teacher are close, none of that need pass
-    into a divergence: the differences of their logits are exact or rounded once, and so is what these have in common,
-    log(sum p exp(difference)), by expm1 and log1p. What is left is an ulp of p times the difference.
+    Logarithms of probabilities have an ulp of their own. A divergence of a student and a teacher that are close need
+    have none of it: the differences of their logits are exact or rounded once, and so is their common part,
+    log(sum p exp(difference)), by expm1 and log1p. An ulp of p times the difference is left.
     """
     larger, teacher = np.maximum(book.p, book.q), book.problem.row_major(book.problem.targets).astype(np.float64)
     nlls = book.nll, softmax(book.slope * teacher)["nll"]
     logs = np.sum([np.where(np.isfinite(nll), nll, 0.0) for nll in nlls], axis=0)
     apart = np.abs(np.where(teacher == book.x, 0.0, book.slope * (teacher - book.x)))
     close = (apart.max(axis=-1, initial=0.0) < _CLOSE) & apart.any(axis=-1)
-    close &= book.problem.dtype != np.float64  # whose exact divergence is a difference of logarithms too
+    close &= book.problem.dtype != np.float64  # the exact divergence is a difference of logarithms too
     of_close = np.where(close, np.maximum(np.finfo(np.float32).eps, (larger * apart).sum(axis=-1)), 0.0)
     return logs, np.maximum(1.0, (larger * logs).sum(axis=-1)), of_close
 

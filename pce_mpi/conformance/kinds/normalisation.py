@@ -16,7 +16,7 @@ from pce_mpi.conformance.problems import Array, Problem, Told
 from pce_mpi.conformance.textbook import Textbook
 from pce_mpi.conformance.units import has_dtype
 
-# Whether two arrays are the same, but for rounding.
+# True if two arrays are equal but for rounding.
 _Same = Callable[[Any, Any], bool]
 
 _WHAT = {"data": "data ranks", "context": "context ranks", "micro-batches": "micro-batches"}
@@ -71,7 +71,7 @@ def tell_losses(problem: Problem, answers: Sequence[Any]) -> str | None:
     assert isinstance(problem, Step)
     step, losses, book, same = problem, answers[0].products["losses"], Textbook.of(problem), _same_in(problem)
     if np.isnan(losses).any():
-        return None  # that has been told
+        return None  # the nan has been told
     rank, micro_batch = step.places
     of_token, averages = book.row_losses(), {each: step.sizes[each] for each in step.averaged}
     due = of_token.sum() / max(step.valid.sum(), 1)

@@ -62,7 +62,7 @@ def _bucket(student: Array, teacher: Array, chosen: Array, scale: float) -> tupl
     return found.divergence, found.dstudent[:, :-1] + found.dstudent[:, -1:] * share
 
 
-# What becomes of the other classes, in words, and as a divergence of each row with its gradient.
+# The ways to treat the other classes, in words, and as a divergence of each row with its gradient.
 _RESTS = {
     "dropped": ("the terms of the other classes are dropped", _dropped),
     "renormalized": ("the probabilities of the largest classes are renormalized", _renormalized),

@@ -8,8 +8,8 @@ of two logsumexp, so that it keeps its digits where p and q are nearly equal. Th
     excess              q - p                                           0, but for the rounding of the logsumexp
     skewness            q log(q / m) - p log(p / m) - (q - p)           KL(Q || m) - KL(P || m), for Jensen-Shannon
 
-of which the first is summed in limbs, and the last two in integers, in units of `UNIT`. Where exponentials of float32
-gave the logsumexp, its error enters r, and so the excess: log(1 + excess) is what r has too much. The divergence and
+The first is summed in limbs, and the last two in integers, in units of `UNIT`. The error of a logsumexp of float32
+exponentials enters r, and so the excess: r is too large by log(1 + excess). The divergence and
 its gradient are corrected for it, unless it is no more than what the sum of integers may lose.
 """
 

@@ -38,7 +38,7 @@ Q32 = tuple(f32(_hex(h)) for h in ("0x1.6db642p-10", "0x1.123cep-7", "0x1.55545c
 Q = tuple(1.0 / math.factorial(k) for k in range(2, 14))
 # log(1 + y) = 2 z + z w R(w), with z = y / (2 + y) and w = z^2.
 ATANH = tuple(2.0 / (2 * k + 1) for k in range(16, 0, -1))
-# The same of fewer terms, for results in float32: fitted to |f| <= log 2 / 2, and to w <= 1 / 9.
+# Polynomials of fewer terms, for results in float32: fitted to |f| <= log 2 / 2, and to w <= 1 / 9.
 SHORT_Q = numbers_of(
     "0x1.fffffffffe069p-2 0x1.5555555554f97p-3 0x1.55555565c5602p-5 0x1.111111170ad7ap-7 "
     "0x1.6c166be7451fep-10 0x1.a019c3721025ap-13 0x1.a136b08f4d167p-16 0x1.72ad3afdd48dep-19"

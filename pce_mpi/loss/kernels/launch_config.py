@@ -13,7 +13,7 @@ VECTOR_BYTES = 16
 #: threads that must fit on a multiprocessor at once: the compiler keeps each to 65,536 / 1,024 registers. With twice
 #: the registers, and nothing spilled to memory, loops with options take 1.03 to 1.3 times as long on an H200.
 RESIDENT_THREADS = 1024
-#: the same for kernels that handle the state of a row in each thread: these need up to 128 registers
+#: for kernels that handle the state of a row in each thread: these need up to 128 registers
 ROW_RESIDENT_THREADS = 512
 
 #: the largest block of the forward and backward kernels

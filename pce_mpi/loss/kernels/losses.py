@@ -132,7 +132,7 @@ def statistics_gradients(
     rows = RowSoftmax(softmax)
     gradient = np.zeros((len(softmax), len(ROW_GRADIENT)))
     whole = gradient.view(np.int64)
-    column = rows.argmax.view(np.int64) - classes.start  # of the class held apart
+    column = rows.argmax.view(np.int64) - classes.start  # that of the class held apart
     is_held = np.False_ if target_column is None else target_column == column
     with np.errstate(all="ignore"):
         log_prob = np.where(valid, log_prob, 0.0)

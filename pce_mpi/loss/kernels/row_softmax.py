@@ -110,7 +110,7 @@ class RowSoftmax:
             nll = np.where(others_alone, others - self._held_z.z, nll)
             #: -log of the probability of the class held
             self.held_nll = np.where(bad, np.nan, np.where(none, np.inf, nll))
-            #: that probability, and the probability minus 1
+            #: the probability of the class held, and that minus 1
             self.held_probability = 1.0 / (1.0 + self.odds)
             self.held_minus_one = np.where(
                 self.odds <= 1.0, -self.odds / (1.0 + self.odds), -1.0 / (1.0 + 1.0 / self.odds)
