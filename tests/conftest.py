@@ -87,7 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cupy-on-cpu", action="store_true", help="the same with CuPy on the CPU; needs no GPU, but g++")
 
 
-@pytest.hookimpl(trylast=True)  # what -k leaves out names no sizes
+@pytest.hookimpl(trylast=True)  # a test that -k leaves out names no sizes
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.only_with_comm:
         keep(config, items, lambda item: asks_for(item, {"comm"}))

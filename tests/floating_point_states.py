@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-# Where `fenv_t` of glibc has the control word of SSE or of AArch64, and that word's bits.
+# The place of the control word of SSE or of AArch64 in `fenv_t` of glibc, and the bits of that word.
 _MACHINE = platform.machine()
 _OFFSET = {"x86_64": 28, "aarch64": 0}.get(_MACHINE)
 _BITS = {

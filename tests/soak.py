@@ -1,9 +1,9 @@
 """mpiexec -n 3 python -m mpi4py tests/soak.py: an hour in which memory, descriptors and communicators stay flat.
 
 Each round makes meshes and communicators and lets them go, trains, saves and loads, computes losses of all dtypes, and
-meets errors of one rank. Its losses have the same bits in each round. What each process has is noted twenty times, on
-the rank that has most; the program fails if the last third has more than the second. UCX, which MPICH may bring,
-keeps some 150 bytes for each mapping of a file, and so for each `save`, unless UCX_MEM_EVENTS=n, as here.
+meets errors of one rank. Its losses have the same bits in each round. The resources of each process are noted twenty
+times, on the rank that has most; the program fails if the last third has more than the second. UCX, which MPICH may
+bring, keeps some 150 bytes for each mapping of a file, and so for each `save`, unless UCX_MEM_EVENTS=n, as here.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def train_hollow(mesh):
 
 
 def in_use():
-    """What a process has, at most of all ranks."""
+    """The resources of a process, at most of all ranks."""
     gc.collect()
     status = Path("/proc/self/status").read_text(encoding="ascii")
     objects = gc.get_objects()

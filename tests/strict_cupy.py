@@ -274,7 +274,7 @@ def gemm_ex(
     a = in_memory(a, *((k, m) if op_a else (m, k)), CUDA_DTYPES[a_type], lda).astype(np.float32)
     b = in_memory(b, *((n, k) if op_b else (k, n)), CUDA_DTYPES[b_type], ldb).astype(np.float32)
     c = in_memory(c, m, n, CUDA_DTYPES[c_type], ldc)
-    before = beta * c if beta else 0  # what is not asked for is not read
+    before = beta * c if beta else 0  # an element that is not asked for is not read
     c[...] = alpha * ((a.T if op_a else a) @ (b.T if op_b else b)) + before
     STREAM.busy = True
 

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 LOSS = 1
 # The gradient at the target, and any other entry in ulps of the row's largest: an exponential, a product, a rounding.
 GRADIENT = 2
-# The same where the loss is a sum over rows, with other terms, or taken of shards of what was rounded before.
+# Losses that are sums over rows, have other terms, or are taken of shards of rounded numbers.
 FLOAT32 = 4
 # float64 arithmetic errs by 2**-20 of a float32 ulp or so. Only where the exact loss is so close to the middle
 # between two float32 numbers may it be rounded to the other one.
@@ -26,7 +26,7 @@ HALF = 1
 # Functions of our own arithmetic: float32 is computed in float64 and rounded once; float64 loses less than half an ulp
 # before its result is rounded.
 FUNCTION = {np.float32: 0.501, np.float64: 1}
-# gelu, and its derivative: of float64 the exponential is a product of two, with a correction. Of its derivative in ulps
+# gelu, and its derivative: in float64 the exponential is a product of two, with a correction. The derivative is in ulps
 # of the larger term of a difference.
 GELU = {np.float32: 0.501, np.float64: 4}
 GELU_SLOPE = {np.float32: 0.501, np.float64: 6}
@@ -41,7 +41,7 @@ OPTIONS = 5
 FLOAT64 = 8
 # Entropy and log-probability are sums of at most three terms of one sign in float64; their exponentials are `LOSS`.
 STATISTICS = 1
-# The same in float64, in which no result is rounded again: some eight roundings on the way.
+# Statistics in float64, in which no result is rounded again: some eight roundings on the way.
 WIDE_STATISTICS = 4
 # The part of the largest exponential that a sum of float32 may drop of each class: no ulp, and added to those allowed.
 DROPPED = 2.0**-42
@@ -51,7 +51,7 @@ MASS = 2
 # A divergence and its gradient: the sums of exponentials of float32 err by half an ulp or so, which scales all
 # probabilities of a row; all else is float64, rounded once. The gradient in ulps of the larger term of a difference.
 DIVERGENCE = 2
-# The same in float64, in which no result is rounded again: some ten roundings of each term, none larger than the sum.
+# Divergences in float64: no result is rounded again; some ten roundings of each term, none larger than the sum.
 WIDE_DIVERGENCE = 16
 # The entropy of dense is a sum of products of two numbers that are each good to `DENSE`.
 DENSE_ENTROPY = 8
@@ -83,7 +83,7 @@ def ulp(value: Any, dtype: Any) -> Array:
 def errors(got: Any, expected: Any, dtype: Any, size: Any = None, remainder: Any = 0.0) -> Array:
     """Return the distance of `got` from `expected` (+ `remainder`), in ulps that `size` (or `expected`) has in `dtype`.
 
-    The same special values are 0 apart, different ones infinitely far.
+    Equal special values are 0 apart, different ones infinitely far.
     """
     got, expected = np.asarray(got).astype(np.float64), np.asarray(expected).astype(np.float64)
     if got.shape != expected.shape:

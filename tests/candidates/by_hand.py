@@ -66,7 +66,7 @@ class ByHand:
         """The sum over the ranks, one number per row."""
         total = np.empty_like(array)
         s.comm.Allreduce(np.ascontiguousarray(array), total, MPI.SUM)
-        return np.where(np.isnan(total), np.nan, total)  # the same nan on every rank
+        return np.where(np.isnan(total), np.nan, total)  # every rank has one nan
 
     def flatten(self, s):
         """Rows by classes, in float64; the rows that count, and those whose target this rank has."""

@@ -13,7 +13,8 @@ from patience import slowdown
 
 # The shared memory of MPICH's ranks in the memory map of a process.
 SHARED_MEMORY = re.compile(r"/dev/shm/mpich_\S+")
-# It misbehaves by the option that a case sets. Who waits for ever sleeps, as a barrier would keep a core busy.
+# It misbehaves by the option that a case sets. A rank that waits for ever sleeps, as a barrier would keep a core
+# busy.
 TROUBLESOME = """
 import os
 import shutil

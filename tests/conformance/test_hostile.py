@@ -1,4 +1,4 @@
-"""What a candidate does to its process, what its user's files hold, and a bare environment: each ends in words."""
+"""Candidates that attack their process, files of the user's that are wrong, a bare environment: each ends in words."""
 
 import json
 import os

@@ -298,7 +298,7 @@ def log_softmax(logits):
     return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
 
 
-# What a rank gives that has the classes `mine`.
+# The logits that a rank gives that has the classes `mine`.
 OF_ROWS = {
     "the logits were divided by a temperature of 0.7 more": lambda logits, at, mine: (
         -log_softmax(logits / np.float64(0.7))[at]

@@ -304,7 +304,7 @@ def test_page_has_all_findings():
         assert finding.text in shown
     for text in (FAIL.catches, RERUN, "2 rows, 8 classes, float32, on 3 ranks (3 + 0 + 5 classes)", "not supported"):
         assert text in shown
-    assert "Errors are in ulps" in shown  # what `judging` says of them
+    assert "Errors are in ulps" in shown  # `judging` says so of them
     assert all(each.case in shown for each in ALL.outcomes)
 
 

@@ -36,7 +36,7 @@ def multiply(op_a, op_b, m, n, k, alpha, a, a_dtype, lda, b, b_dtype, ldb, beta,
     left = matrix(a, *((k, m) if op_a else (m, k)), lda, a_dtype).astype(wide)
     right = matrix(b, *((n, k) if op_b else (k, n)), ldb, b_dtype).astype(wide)
     result = matrix(c, m, n, ldc, c_dtype)
-    before = beta * result.astype(wide) if beta else 0  # what is not asked for is not read
+    before = beta * result.astype(wide) if beta else 0  # an element that is not asked for is not read
     result[...] = alpha * ((left.T if op_a else left) @ (right.T if op_b else right)) + before
 
 

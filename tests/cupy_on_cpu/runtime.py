@@ -12,7 +12,7 @@ import time
 from cupy_backends.cuda.api.driver import get_build_version
 
 counts = Counter[str]()
-#: What a GPU would not have forgiven.
+#: Mistakes that a GPU would not have forgiven.
 mistakes = list[str]()
 
 _libc = ctypes.CDLL(None)
@@ -60,14 +60,14 @@ def settle():
     _leaving.clear()
 
 
-#: What functions of the runtime answer always.
+#: The constant answers of functions of the runtime.
 RUNTIME = {
     **dict.fromkeys(["_ensure_context", "check_status", "setDevice", "streamDestroy", "streamQuery", "eventQuery"]),
     **{"streamWaitEvent": None, "streamIsCapturing": 0, "getDevice": 0, "getDeviceCount": 1},
     **{"driverGetVersion": VERSION, "runtimeGetVersion": VERSION, "_getCUDAMajorVersion": VERSION // 1000},
     **{"getDeviceProperties": PROPERTIES, "memGetInfo": (8 << 30, 16 << 30), "pointerGetMemoryType": 2},
 }
-#: The same of the driver: a context, and how much of a multiprocessor a kernel takes.
+#: Those of the driver: a context, and the part of a multiprocessor that a kernel takes.
 DRIVER = {
     **{"ctxGetCurrent": 1, "moduleUnload": None, "funcSetAttribute": None},
     **{"occupancyMaxActiveBlocksPerMultiprocessor": 2, "occupancyMaxPotentialBlockSize": (2 * 132, 256)},

@@ -216,7 +216,7 @@ def nucleus_digest(dtype: Any, kind: str) -> str:
     return digest_of(*(each for given in limits for each in pce.nucleus(mine, comm=comm, class_start=start, **given)))
 
 
-# Of integers and of special values, in each dtype.
+# Digests of integers and of special values, in each dtype.
 MORE = {
     "rows": rows_digest,
     "margin": margin_digest,

@@ -125,7 +125,7 @@ def end_with_stacks(process: subprocess.Popen[str]) -> None:
     while process.poll() is None and not patience.is_over():  # ended sooner, mpiexec may keep what they wrote to itself
         time.sleep(0.02)
     stop(process)
-    for pid in family:  # what its launchers have not ended, being in a group of its own
+    for pid in family:  # processes in groups of their own, which its launchers have not ended
         send(pid, signal.SIGKILL)
 
 

@@ -1,6 +1,6 @@
 """Print the public names with their signatures, a line for each: what users may rely on.
 
-Annotations are left out. What a class is made from is public where its docstring has Parameters; its Attributes are.
+Annotations are left out. The parameters of a class are public if its docstring has Parameters; its Attributes are.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def signature_of(thing: Any) -> str:
 
 
 def form_of(thing: Any) -> str:
-    """How a public name is used, as far as one line says it."""
+    """The use of a public name, as far as one line says it."""
     if isinstance(thing, property | cached_property):
         return ""
     if not inspect.isclass(thing):

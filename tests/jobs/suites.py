@@ -60,5 +60,5 @@ def reports(job: CompletedJob) -> dict[str, str]:
 
 
 def last_words(job: CompletedJob) -> list[str]:
-    """What a run says after its table."""
+    """The lines of a run after its table."""
     return job.stdout.rpartition("\n\n")[2].splitlines()

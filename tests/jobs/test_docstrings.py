@@ -23,7 +23,7 @@ MODULES = sorted(
 )
 
 
-# What has several names is tested by the first one.
+# A thing with several names is tested by the first one.
 PUBLIC: dict[str, Any] = {}
 for each, found in public_names():
     if found not in PUBLIC.values():
@@ -45,7 +45,7 @@ def faults(thing: Any) -> Iterator[str]:
     """Yield the ways in which the docstring of a public name does not follow numpydoc."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of sections that numpydoc does not know
+            warnings.simplefilter("error")  # numpydoc warns of sections that it does not know
             doc = NumpyDocString(inspect.cleandoc(thing.__doc__ or ""))
     except (UserWarning, ValueError) as problem:
         yield str(problem)

@@ -263,7 +263,7 @@ def test_menu_of_site_has_every_page():
 
 @pytest.fixture
 def site(monkeypatch):
-    """What docs/pages.py defines, without the package for its formulas."""
+    """The names of docs/pages.py, without the package for its formulas."""
     convert = SimpleNamespace(convert=lambda formula, display="inline": "")
     for name in ("latex2mathml", "latex2mathml.converter"):
         monkeypatch.setitem(sys.modules, name, convert)

@@ -640,7 +640,7 @@ def test_tutorial_says_how_to_judge_its_functions():
 
 # A command and what it printed, as the page of a program shows it; the others show what their docstrings have.
 OUTPUTS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/outputs").glob("*.txt"))}
-# These train for minutes. What they print of fewer steps, files or classes has the same form and other numbers.
+# These train for minutes. Fewer steps, files or classes print other numbers in the same form.
 IN_SHORT = {
     CLASSIFIER: ["--classes=1000"],
     LANGUAGE_MODEL: [*SLICE, "--steps=3"],

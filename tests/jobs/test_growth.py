@@ -22,7 +22,7 @@ def growth(monkeypatch):
 
 
 def seconds_of(ranks, rows, classes, *, a=2e-4, b=1e-7, c=1e-9, d=2e-7, e=3e-4):
-    """What the docstring says, on 2 cores."""
+    """The seconds of the docstring's formula, on 2 cores."""
     shared = max(1, ranks // 2)
     work = a + b * rows + c * rows * classes / ranks + d * rows * np.log2(ranks)
     return shared * (work + e * (shared - 1))

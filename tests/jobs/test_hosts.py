@@ -44,7 +44,7 @@ UNTIL_LOST = """
 
 
 def hosts_are_refused():
-    """Why there can be no network namespaces here; empty if there can."""
+    """The reason why there can be no network namespaces here; empty if there can."""
     if missing := [name for name in ("unshare", "ip") if shutil.which(name) is None]:
         return f"{' and '.join(missing)} must be installed (util-linux and iproute2)"
     if b"HYDRA" not in subprocess.run([*mpiexec(), "--version"], capture_output=True).stdout:

@@ -559,7 +559,7 @@ def test_names_of_tests_are_short_and_unique():
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
-# What mpi4py raises where there is no MPI library.
+# The error of mpi4py without an MPI library.
 NO_MPI_LIBRARY = """
 import importlib.abc
 import sys

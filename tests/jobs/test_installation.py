@@ -54,7 +54,7 @@ print(pce_mpi.__file__, kernel_text(), *losses)
 
 
 def test_wheel_has_all_that_runs(source, tmp_path):
-    # What is optimized takes a while to compile, and is what all other tests run.
+    # An optimized kernel takes a while to compile, and all other tests run it.
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n', encoding="utf-8")
     compiler.chmod(0o755)

@@ -100,7 +100,7 @@ def test_terminal_gets_a_bar_in_one_line():
     )
     os.close(theirs)
     text = ""
-    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # what its end is on Linux
+    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # its end on Linux
         while piece := terminal.read(1000):
             text += piece.decode(errors="replace")
     assert done.returncode == 0, text

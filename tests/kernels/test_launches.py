@@ -1,6 +1,7 @@
-"""What a call asks of a GPU, by CuPy on the CPU: launches, copies and waits of every public function, each a budget.
+"""Budgets of what public functions ask of a GPU, by CuPy on the CPU: launches, copies and waits.
 
-A number that falls belongs here; one that rises needs a reason. Of operations on the tape, each with its backward pass.
+A number that falls belongs here; one that rises needs a reason. Operations on the tape count with their
+backward passes.
 """
 
 from functools import partial
@@ -178,7 +179,7 @@ def calls_of_loss(cupy):
 
 
 def over_budget(found, budgets):
-    """What is not in the table, or asks for more than it says."""
+    """The calls that the table lacks, or that ask for more than it says."""
     return {
         name: f"{asked}, and the budget is {budgets.get(name)}"
         for name, asked in found.items()
@@ -213,7 +214,7 @@ def test_operations_ask_for_no_more_than_budget(count, cupy):
 
 
 def calls_of_training(cupy):
-    """What a step of training needs beside operations, for one parameter."""
+    """The calls of a step of training beside operations, for one parameter."""
     mesh, values = alone(), cupy.asarray(np.ones((3, 5), np.float32))
     w = pce.distribute(values, mesh, requires_grad=True)
     w.grad = pce.distribute(values, mesh)

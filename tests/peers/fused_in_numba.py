@@ -45,7 +45,7 @@ def narrowed(x):
     return np.uint16(np.uint32(word + np.uint32(0x7FFF) + np.uint32(np.uint32(word >> 16) & 1)) >> 16)
 
 
-# How an element is read and written.
+# The functions that read and write an element.
 FORMS = {"float32": (same, same), "bfloat16": (widened, narrowed)}
 
 

@@ -31,7 +31,7 @@ def problem():
 
 
 def shared(comm, mine):
-    """What is alike on every rank, by name, of the classes `mine` of the problem."""
+    """The results that are alike on every rank, by name, of the classes `mine` of the problem."""
     x, y, targets, _ = problem()
     found = {
         "loss": pce.softmax_cross_entropy(x[:, mine], targets, label_smoothing=0.1, z_loss=1e-3, comm=comm),
@@ -77,7 +77,7 @@ def told(name, call):
 
 
 def in_a_child(call, path):
-    """What a forked process says that calls."""
+    """The words of a forked process that calls."""
     if (pid := os.fork()) == 0:
         try:
             call()

@@ -449,7 +449,7 @@ def test_compiled_function_has_a_backward_pass(comm, started):
 
 
 def hints(candidate, comm):
-    """What the findings in a few cases say to declare."""
+    """The declarations that the findings in a few cases ask for."""
     outcomes = [run_case(candidate, case, comm) for case in cases(candidate, pattern=["random-logits", "offset"])]
     texts = {finding.text for outcome in outcomes for finding in outcome.findings}
     return {hint for text in texts for hint in re.findall(r"@offers(\((?:[^()]|\([^()]*\))*\))", text)}

@@ -28,7 +28,7 @@ SIZES = [1, 2, 3]
 
 @cache
 def on_ranks(size):
-    """What each rank has said, by name."""
+    """The results of each rank, by name."""
     environment = job_environment(size)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), environment["PYTHONPATH"]])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(size) as pool:

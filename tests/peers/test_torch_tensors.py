@@ -91,7 +91,7 @@ class OfTheUsers(torch.Tensor):
 
 
 def negated(x):
-    """The same numbers, as the negative of what is in memory."""
+    """The numbers of x, as the negative of those in memory."""
     return torch.complex(torch.zeros_like(x), -x).conj().imag if x.is_floating_point() else torch._neg_view(-x)
 
 

@@ -742,7 +742,7 @@ CASES = [
     *NUMBERS,
 ]
 OPS = list(dict.fromkeys(case.op for case in CASES))
-# What the package defines by its own name. The six comparisons are one operation.
+# The operations that the package defines by their own names. The six comparisons are one operation.
 DEFINED = {name for name in OPERATIONS if not name.startswith("_")}
 DEFINED -= {"slice", "not_equal", "greater", "greater_equal", "less", "less_equal"}
 

@@ -1,4 +1,4 @@
-"""Whose memory is read and written: memory orders, read-only and foreign arrays, `out`, and what stays as it was."""
+"""The memory that calls read and write: orders, read-only and foreign arrays, `out`, and arrays that stay the same."""
 
 from itertools import product
 

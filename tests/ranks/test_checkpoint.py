@@ -720,7 +720,7 @@ def entries(**arrays):
 
 
 def written(write, *arguments, **arrays):
-    """What a function of NumPy's writes."""
+    """The bytes that a function of NumPy's writes."""
     file = io.BytesIO()
     write(file, *arguments, **arrays)
     return file.getvalue()

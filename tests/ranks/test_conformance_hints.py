@@ -1,4 +1,4 @@
-"""What a report tells the author of a candidate to declare, tried on the candidate that was told so."""
+"""The declarations that a report asks of the author of a candidate, tried on that candidate."""
 
 from functools import partial, update_wrapper
 import re

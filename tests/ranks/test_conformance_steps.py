@@ -209,7 +209,7 @@ def test_right_step_passes_whatever_trainer_averages(comm, candidate):
     assert [(outcome.case, outcome.findings) for outcome in outcomes if outcome.verdict != Verdict.PASS] == []
 
 
-@pytest.mark.sizes(2)  # what a dtype rounds does not depend on the ranks
+@pytest.mark.sizes(2)  # the roundings of a dtype do not depend on the ranks
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 def test_step_in_other_dtype_is_named_or_passes(comm, dtype):
     for candidate, words in (

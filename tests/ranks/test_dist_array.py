@@ -493,7 +493,7 @@ def test_repr_follows_print_options_and_stays_short(mesh):
     with np.printoptions(precision=2, threshold=5, edgeitems=1):
         assert repr(x).startswith(as_numpy(x.local, ""))
         assert "..." in repr(x)
-    # Of neither is all formatted: 8 GiB behind one number, and an array whose every axis NumPy shows whole.
+    # Neither is formatted as a whole: 8 GiB behind one number, and an array whose every axis NumPy shows whole.
     assert len(repr(DistArray(np.broadcast_to(1.0, (2**15, 2**15)), mesh, distribute(0.0, mesh).sharding))) < 1000
     assert repr(distribute(np.zeros((2,) * 16, np.bool_), mesh)).startswith("DistArray(shape=(2, 2, ")
 

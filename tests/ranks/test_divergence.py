@@ -50,7 +50,7 @@ def both_gradients(student, teacher, dloss=1.0, **options):
 
 
 def sharded(comm, student, teacher, how="balanced", **options):
-    """The same of shards, with the gradients of this rank's classes, and the classes."""
+    """The divergence of shards, the gradients of this rank's classes, and the classes."""
     start, stop = split(student.shape[-1], comm.size, how)[comm.rank]
     mine = slice(start, stop)
     shards = [np.ascontiguousarray(each[:, mine]) for each in (student, teacher)]
@@ -208,7 +208,7 @@ def test_special_logits_give_special_divergences(comm, direction):
 
 
 def sums_and_gradients(kernel, student, teacher, transform, single, cuts=()):
-    """What the loops give of two arrays (rows, classes): merged sums of both kinds, and every gradient."""
+    """The results of the loops for two arrays (rows, classes): merged sums of both kinds, and every gradient."""
     fields, rows = StateFields(hold_largest=True), []
     with np.errstate(all="ignore"):
         for x in (teacher, student):

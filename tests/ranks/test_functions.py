@@ -29,8 +29,8 @@ UNARY = [name for name in EXACT if name != "power"]
 DTYPES = [np.float32, np.float64]
 SPECIAL = [0.0, 1.0, 2.0, 3.0, 0.5, 2.5, 1e-310, 5e-324, 1e-45, 1.7e308, 3.4e38, 2.0**53, 2.0**53 + 2, 2.0**63, 1e5]
 SPECIAL = [sign * value for value in (*SPECIAL, np.inf, np.nan) for sign in (1.0, -1.0)]
-# Where a function begins to overflow or to underflow, where its argument is reduced by one more, where its formula
-# changes, and where its result is next to 0.
+# The arguments from which a function overflows or underflows, its argument is reduced by one more, its formula changes,
+# or its result is next to 0.
 ROOT = 1.4142135623730951
 EDGES = [709.782712893384, -708.3964185322641, -745.1332191019411, 88.72284, -87.33655, -103.97208]
 EDGES += [(k + 0.5) * 0.6931471805599453 for k in range(-4, 4)] + [ROOT / 2, ROOT, ROOT / 2 - 1, ROOT - 1]
@@ -160,7 +160,7 @@ def test_arrays_on_a_gpu_have_same_bits(cupy):
         assert called(name, cupy, *operands).tobytes() == called(name, np, *operands).tobytes(), name
 
 
-# Of the results for `arguments` of 1000 each. A change of it is a change of bits: the changelog says which.
+# Digests of the results for `arguments` of 1000 each. A change of it is a change of bits: the changelog says which.
 DIGESTS = {
     "exp float32": "675745db03925a8a",
     "exp float64": "66a559ea7604f9b5",

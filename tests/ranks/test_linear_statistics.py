@@ -61,7 +61,7 @@ def oracle(hidden, w, targets, upstream, **options):
 
 
 def close(found, expected, mine, bound=1e-13):
-    """Whether gradients are those of all classes, of which this rank has some."""
+    """Assert that gradients are those of all classes, of which this rank has some."""
     for name, part in (("dhidden", slice(None)), ("dw", mine), ("dbias", mine)):
         got, right = getattr(found, name), getattr(expected, name)
         assert (got is None) == (right is None)

@@ -49,7 +49,7 @@ def test_loss_of_no_rows(comm, shape, axis, targets, reduction):
     ("shape", "axis"),
     [
         ((2, 300_001), 1),  # rows wider than a tile
-        ((300_001, 2), 0),  # the same, with another axis inside
+        ((300_001, 2), 0),  # with another axis inside
         ((2, 70_001, 2), 1),
         ((60_000, 5), 1),  # more short rows than one tile has
         ((2, 5, 60_000), 1),  # an inner axis longer than a tile has rows
@@ -115,7 +115,7 @@ def test_backward_keeps_its_inputs_alive(comm):
     logits, targets, options = part.on_this_rank(problem, comm=comm)
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets, **options)
     del logits, targets, options
-    litter = [np.full((40, WIDE), np.nan) for _ in range(20)]  # what was freed would be taken for these
+    litter = [np.full((40, WIDE), np.nan) for _ in range(20)]  # freed memory would be taken for these
     gradient = pce.softmax_cross_entropy_backward(1.0, residuals)
     assert len(litter) == 20
     assert is_same(gradient, expected.gradients["backward"])

@@ -218,7 +218,7 @@ def test_any_name_of_dim_works_or_is_refused(comm):
     takers = [each for each in takers if any(p.kind is p.VAR_KEYWORD and p.name == "placements" for p in each.values())]
     parameters = [each for taker in takers for each in taker.values()]
     assert {"src_rank", "self", "seed"} <= {each.name for each in parameters}
-    # What these functions and those behind them call their own arguments.
+    # The names that these functions and those behind them give their own arguments.
     names = {each.name for each in parameters} | {"x", "comm", "cls", "coordinates", "dims", "destination", "name"}
     refused = []
     for name in sorted(names):

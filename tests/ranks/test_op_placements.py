@@ -49,7 +49,7 @@ def run(case, mesh, shardings, dtype=np.float64, **more):
 
 
 def misplaced(leaf, gradient):
-    """Why a gradient may not be placed as it is; None if it may."""
+    """The reason why a gradient may not be placed as it is; None if it may."""
     for dim, placed in leaf.sharding.natural.by_dim.items():
         if gradient.sharding.by_dim[dim] not in (placed, SUM):
             return f"the gradient of {leaf.sharding} is {gradient.sharding}"
@@ -219,7 +219,7 @@ def test_axis_of_one_element_is_not_newly_sharded():
     inferred = pce.infer_placements("matmul", shapes, [{"data": Shard(1)}, {}], mesh=mesh)
     assert inferred.operands[0]["data"] != Shard(0)
     inferred = pce.infer_placements("matmul", shapes, [{"data": Shard(0)}, {}], mesh=mesh)
-    assert inferred.operands[0]["data"] == Shard(0)  # where it is already it may stay
+    assert inferred.operands[0]["data"] == Shard(0)  # it may stay there
 
 
 # ------------------------------------------------------------------------------------------------- wrong rules, planted

@@ -16,7 +16,7 @@ TARGETS = np.array([0, 2, 1, 0])
 
 
 class Operands:
-    """What the calls take."""
+    """The operands of the calls."""
 
     def __init__(self, mesh, folder):
         self.mesh, self.path = mesh, str(folder / "there")
@@ -115,7 +115,7 @@ def refused(call, operands):
 
 
 def fault_of(text, first, second, comm):
-    """What is wrong with the account that rank 0 made the first call, and all others the second one."""
+    """The fault in the account that rank 0 made the first call, and all others the second one."""
     ranks = ", ".join(f"{rank}" for rank in range(1, comm.size))
     others = f"rank{'s' * (comm.size > 2)} {ranks}"
     (_, one), (_, other) = CALLS[first], CALLS[second]

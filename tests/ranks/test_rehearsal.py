@@ -80,7 +80,7 @@ def test_random_programs_send_what_was_rehearsed(comm, ndim, exact):
             assert outcome(rehearsed, program, mesh) == expected, f"program {seed} on {mesh}:\n\n{source}"
 
 
-# What a rank keeps
+# The memory of a rank
 
 
 def classify(mesh: Mesh) -> list[DistArray]:
@@ -185,7 +185,7 @@ def test_logsumexp_keeps_no_copy_of_matrix(axis):
     assert pce.rehearse(program, {"data": 2}).memory["tape"] < 64 * 256 * 4
 
 
-# What a rehearsal refuses, and what it is told
+# Programs that a rehearsal refuses, and the words for them
 
 
 def sharded(mesh: Mesh, *shape: int) -> DistArray:

@@ -49,7 +49,7 @@ def bits_of_one_process(case, dtype):
 
 
 def other_bits(case, mesh, shardings, dtype):
-    """Which arrays have other bits than those of one process: collective."""
+    """The arrays that have other bits than those of one process; collective."""
     with pce.reproducible():
         outcome = evaluate(uneven(case), mesh, shardings, dtype=dtype)
         found = [x.full().tobytes() for x in outcome.arrays]
@@ -338,7 +338,7 @@ WITH_KERNELS = {
 
 
 def of_an_operation():
-    """Whether an operation computes by itself, and not for `exact`, whose integers add up in any order."""
+    """True if an operation computes by itself, and not for `exact`, whose integers add up in any order."""
     frame = sys._getframe(2)
     while not (name := frame.f_globals["__name__"]).startswith(("pce_mpi.exact", "pce_mpi.autograd")):
         frame = frame.f_back

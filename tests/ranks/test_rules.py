@@ -279,7 +279,7 @@ REDUCTIONS = {
 }
 
 
-# Of 3 rows: what each sends over a sharded axis, forward and backward.
+# The bytes that 3 rows send over a sharded axis, forward and backward.
 NORMALIZATIONS: dict[Formula, tuple[str, str]] = {
     pce.softmax: ("all_reduce 120", "all_reduce 24"),
     pce.log_softmax: ("all_reduce 120", "all_reduce 24"),

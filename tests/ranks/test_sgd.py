@@ -459,7 +459,7 @@ def with_whole_gradient(parameters):
     return parameters
 
 
-# What rank 0 makes of the parameters, and what all ranks are told.
+# The parameters that rank 0 makes, and the error of all ranks.
 DIFFERENT = {
     "one gradient less": (lambda p: without_gradients(p, 1), r"parameters\[1\]: '.*no gradient' \(rank 0 along data\)"),
     "no gradient at all": (

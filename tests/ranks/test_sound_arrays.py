@@ -55,7 +55,7 @@ def bits(array):
 
 
 def results(comm, logits, targets, path):
-    """What the functions make of the arguments, each as bits or as the error."""
+    """The results of the functions for the arguments, each as bits or as the error."""
     classes = {"comm": comm, "num_classes": 7 * comm.size}
     calls = {
         "value_and_grad": lambda: pce.softmax_cross_entropy_value_and_grad(

@@ -17,8 +17,8 @@ from ranks.problems import (
     same_on_every_rank,
 )
 
-# Bits do not depend on how the classes are cut (test_properties.py, test_definition.py). Where the cut decides who has
-# the special value, or ranks must give the same, there are several.
+# Bits do not depend on how the classes are cut (test_properties.py, test_definition.py). If the cut decides who has
+# the special value, or ranks must agree, there are several.
 pytestmark = pytest.mark.sizes(1)
 several_shards = pytest.mark.sizes(1, 3)
 

@@ -34,7 +34,7 @@ WRONG: dict[str, Any] = {
     "other shape": np.ones((5, 2)),
 }
 
-# What Python and NumPy say to the programmer of a function, not to the one who calls it.
+# Words of Python and NumPy for the programmer of a function, not for its caller.
 INTERNAL = re.compile(
     "has no attribute|subscriptable|not callable|not iterable|unhashable|referenced before|cannot access local|no len"
     "|unsupported operand|not supported between|cannot be interpreted as an integer|is ambiguous|scalar index"

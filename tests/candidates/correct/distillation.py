@@ -45,7 +45,7 @@ class Forward:
 
 
 class Differences(Forward):
-    """The same in float32, of the differences of logits; for a student that is close to its teacher."""
+    """Divergences in float32, of the differences of logits; for a student that is close to its teacher."""
 
     def divergence(self, s):
         p, q = np.exp(np.float32(s.log_p)), np.exp(np.float32(s.log_q))

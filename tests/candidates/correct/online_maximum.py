@@ -69,6 +69,6 @@ def candidate(
 def merge(a, b, scale, block=None):
     """Maximum and sum of exponentials of both; the sum of `b` is that of a block of logits, where there is one."""
     top = np.maximum(a[0], b[0])
-    safe = np.where(top == -np.inf, 0.0, top)  # where nothing but -inf came so far
+    safe = np.where(top == -np.inf, 0.0, top)  # nothing but -inf came so far
     b_sum = b[1] * np.exp(scale * (b[0] - safe)) if block is None else np.exp(scale * (block - safe[:, None])).sum(1)
     return top, a[1] * np.exp(scale * (a[0] - safe)) + b_sum

@@ -46,13 +46,13 @@ class LocalTeacher(Forward):
 
 
 class LocalStudent(LocalTeacher):
-    """The same of the student."""
+    """A softmax of the student that is never reduced over the ranks."""
 
     local = ("student",)
 
 
 class LocalSoftmaxes(LocalTeacher):
-    """The same of both."""
+    """Softmaxes of both that are never reduced over the ranks."""
 
     local = ("student", "teacher")
 

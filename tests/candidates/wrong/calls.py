@@ -91,7 +91,7 @@ class UpstreamStridesNotHeeded(ByHand):
     def backward(self, s, dloss):
         s.memory = None if np.ndim(dloss) == 0 else (dloss if dloss.base is None else dloss.base).reshape(-1)
         if s.memory is not None and s.memory.size < s.rows:
-            s.memory = np.concatenate([s.memory, np.zeros(s.rows - s.memory.size)])  # what lies beyond
+            s.memory = np.concatenate([s.memory, np.zeros(s.rows - s.memory.size)])  # the rest lies beyond
         return super().backward(s, dloss)
 
 

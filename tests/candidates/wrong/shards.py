@@ -136,19 +136,19 @@ class PaddedTo8(ByHand):
 
 
 class PaddedTo64(PaddedTo8):
-    """The same, to a multiple of 64."""
+    """Padding to a multiple of 64."""
 
     multiple = 64
 
 
 class PaddedTo128(PaddedTo8):
-    """The same, to the multiple that Megatron-LM has."""
+    """Padding to the multiple that Megatron-LM has."""
 
     multiple = 128
 
 
 class PaddedToLargest(PaddedTo8):
-    """The same, to shards of equal length."""
+    """Padding to shards of equal length."""
 
     def padding(self, s):
         return max(s.comm.allgather(s.classes)) - s.classes

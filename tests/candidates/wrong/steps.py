@@ -39,7 +39,7 @@ class OwnCount(StepByHand):
 
 
 class OwnCountOr1(OwnCount):
-    """The same, with max(count, 1)."""
+    """Each micro-batch has its own mean, over max(count, 1)."""
 
     def divisor(self, s):
         return max(s.valid.sum(), 1)
@@ -224,6 +224,6 @@ class CountInFloat16(StepByHand):
 
 
 class CountInBfloat16(CountInFloat16):
-    """The same, in the other half."""
+    """The count is reduced over the ranks in the other half precision."""
 
     dtype = np.dtype(ml_dtypes.bfloat16)

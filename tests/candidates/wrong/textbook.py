@@ -36,7 +36,7 @@ class SumsOfOtherMaxima(ByHand):
 
 
 class SumsOfOtherMaximaAfterwards(ByHand):
-    """The same, and the logarithm of the sum is taken to be relative to the maximum of all."""
+    """Such exponentials, and the logarithm of their sum is taken to be relative to the maximum of all."""
 
     def softmax(self, s):
         own = s.source.max(axis=-1, initial=-np.inf)
