@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from pce_mpi.conformance.outcomes import Fault, Finding, Outcome, likeness
@@ -23,8 +24,9 @@ def agree(outcomes: Sequence[Outcome]) -> None:
         }
         best = min(ranks, key=lambda cause: ranks[cause])
         equal = [cause for cause, rank in ranks.items() if rank == ranks[best] and fitting[cause] == fitting[best]]
+        common = Counter(cause for place in fitting[best] for cause in set(left[place][1].causes))
         for place in fitting[best]:
-            _tell(*left[place], equal)
+            _tell(*left[place], equal, common)
         covered = set(fitting[best])
         left = [each for place, each in enumerate(left) if place not in covered]
     for finding in findings:
@@ -36,9 +38,12 @@ def _closer(fault: Fault, cause: str) -> int:
     return max(0, list(map(likeness, fault.causes)).index(cause) + 1 - fault.alike)
 
 
-def _tell(finding: Finding, fault: Fault, chosen: Sequence[str]) -> None:
+def _tell(finding: Finding, fault: Fault, chosen: Sequence[str], common: Counter[str]) -> None:
+    """Tell the chosen causes; of those that differ in numbers alone, the ones that most failures have."""
     said = fault.said
-    fault.causes = [each for each in fault.causes if likeness(each) in chosen]
+    numbers = {name: [each for each in fault.causes if likeness(each) == name] for name in chosen}
+    most = {name: max((common[each] for each in causes), default=0) for name, causes in numbers.items()}
+    fault.causes = [each for each in fault.causes if common[each] == most.get(likeness(each))]
     fault.alike = len(fault.causes)
     finding.text = finding.text.replace(said, fault.said, 1) if said else f"{fault.said} ({finding.text})"
 

@@ -61,3 +61,8 @@ def test_case_of_two_faults_is_apart():
 def test_fault_of_loss_and_gradient_is_told_once():
     both = outcome("a", Fault(["x", "y"], form="in the loss: {}"), Fault(["z", "y"], form="in the gradient: {}"))
     assert told(both, outcome("b", Fault(["y"])), outcome("c", Fault(["y"]))) == {"y": ["a", "b", "c"]}
+
+
+def test_numbers_of_most_failures_are_told():
+    orders = [outcome(case, Fault(["in order 1, 0, 2", "in order 1, 2, 0"], 2)) for case in "ab"]
+    assert told(*orders, outcome("c", Fault(["in order 1, 2, 0"]))) == {"in order 1, 2, 0": ["a", "b", "c"]}

@@ -208,10 +208,14 @@ PLANTED = [
     Planted("logsumexps_added", "random-logits/float32", "the ranks' logsumexps are added", 2),
     Planted("global_numbers_for_local", "random-logits/float32", "global class numbers are taken for numbers of", 2),
     Planted("target_clamped_not_masked", "random-logits/float32", "it is clamped, and not masked", 2),
+    Planted("target_wrapped_not_masked", "random-logits/float32", "its number is wrapped, and not masked", 2),
+    Planted("global_number_wrapped", "many-classes/float32", "its number is wrapped, and not masked", 2),
+    Planted("maxima_left_in", "random-logits/float32", "relative to maxima of their own", 2),
     Planted("class_numbers_in_bfloat16", "many-classes/float32", "class numbers are rounded to bfloat16"),
     Planted("class_numbers_in_uint8", "many-classes/float32", "class numbers are cut to uint8"),
     Planted("targets_shifted_twice", "random-logits/float32", "the targets are shifted by one row against"),
-    Planted("shards_in_reverse", "random-logits/float32", "the shards are in another order than the ranks", 2),
+    Planted("shards_in_reverse", "random-logits/float32", "the shards are taken in the order of ranks {last}, ", 2),
+    Planted("first_two_shards_exchanged", "random-logits/float32", "are taken in the order of ranks 1, 0, 2", 3),
     Planted("padded_to_8", "uneven-shards/any", "padding counts, with logits of 0"),
     Planted("padded_to_64", "random-logits/float32", "padding counts, with logits of 0"),
     Planted("padded_to_128", "random-logits/float32", "padding counts, with logits of 0"),
@@ -262,7 +266,7 @@ def test_planted_fault_is_caught_and_named(comm, planted):
     assert outcome.failed
     assert planted.kinds in (frozenset(), {finding.kind for finding in outcome.findings})
     said = "\n".join(finding.text for finding in outcome.findings)
-    assert planted.words.format(ranks=comm.size) in said, said
+    assert planted.words.format(ranks=comm.size, last=comm.size - 1) in said, said
     assert without_fault.verdict == Verdict.PASS, without_fault.findings
 
 

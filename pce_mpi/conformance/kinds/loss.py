@@ -165,7 +165,7 @@ def _options(b: Textbook) -> Faults:
 
 
 def _numbers(b: Textbook) -> Faults:
-    """Class numbers that are rounded, cut, or those of other rows; shards in another order."""
+    """Class numbers that are rounded, cut, or those of other rows; shards that are taken in another order."""
     if not b.problem.with_numbers:
         return
     starts = np.array(b.problem.splits[:-1])[:, None]
@@ -177,10 +177,10 @@ def _numbers(b: Textbook) -> Faults:
     for shift in (1, -1):
         text = "the targets are shifted by one row against the logits"
         yield from sharding.with_targets(b, text, np.roll(b.t, shift) - starts)
-    ranks = np.arange(b.problem.ranks)
-    if len(ranks) > 1 and len(set(np.diff(b.problem.splits))) == 1:
-        for order in (ranks[::-1], np.roll(ranks, 1), np.roll(ranks, -1)):
-            yield from sharding.with_targets(b, "the shards are in another order than the ranks", b.t - starts[order])
+    for text, order in sharding.orders(b):
+        widths = np.diff(b.problem.splits)[list(order)]
+        starts[list(order), 0] = np.cumsum(widths) - widths
+        yield from sharding.with_targets(b, text, b.t - starts)
 
 
 def _upstream(b: Textbook) -> Faults:

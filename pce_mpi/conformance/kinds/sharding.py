@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, permutations
 
 import numpy as np
 
@@ -16,9 +16,12 @@ _MAXIMA = "the ranks add sums of exponentials that are relative to maxima of the
 _ADDED = "the ranks' logsumexps are added, where the logsumexp of all classes is due"
 _GLOBAL = "global class numbers are taken for numbers of each rank's own classes"
 _CLAMPED = "a target of another rank is taken for a class of this one: it is clamped, and not masked"
+_WRAPPED = "a target of another rank is taken for a class of this one: its number is wrapped, and not masked"
 _EQUAL = "class_start is taken for the rank times its number of classes, which is right where all shards are equal"
 # A shard may be padded to a multiple of these, or to the length of the largest.
 _TILES = (8, 64, 128)
+# Of so many ranks, all orders of the shards are compared.
+_FEW = 4
 
 
 def softmaxes(b: Textbook) -> Iterator[tuple[str, tuple[Textbook, ...]]]:
@@ -61,9 +64,10 @@ def of_losses(b: Textbook) -> Faults:
         yield text, wrong
         yield text, Given(wrong.losses, b.gradient())
         yield text, Given(None, wrong.gradient)
-        if text == _LOCAL:
+        if len(books) > 1:  # the logit at the target is that of all ranks
             logits = tuple(each.but(nll=each.lse[:, None] - b.z) for each in books)
             yield text, Given(Computed(logits).losses, wrong.gradient)
+        if text == _LOCAL:
             parts = np.repeat(
                 np.stack([b.u[:, b.in_shard(rank)].sum(axis=-1) for rank in range(len(books))], axis=-1),
                 np.diff(b.problem.splits),
@@ -83,7 +87,18 @@ def _columns(b: Textbook) -> Iterator[tuple[str, Array]]:
     yield _GLOBAL, np.minimum(b.t, widths - 1)
     yield _CLAMPED, np.where((own >= 0) & (own < widths), own, 0)
     yield _CLAMPED, np.clip(own, 0, widths - 1)
+    for number in (own, b.t):
+        yield _WRAPPED, np.mod(number, np.maximum(widths, 1))
     yield f"{_EQUAL}; {meant(shards='equal')}", b.t - np.arange(len(widths))[:, None] * widths
+
+
+def orders(b: Textbook) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the orders in which the ranks' shards may be taken by mistake, each with the fault."""
+    ranks = tuple(range(b.problem.ranks))
+    turned = (ranks[::-1], ranks[1:] + ranks[:1], ranks[-1:] + ranks[:-1])
+    for order in dict.fromkeys(turned if len(ranks) > _FEW else permutations(ranks)):
+        if order != ranks:
+            yield f"the shards are taken in the order of ranks {', '.join(map(str, order))}", order
 
 
 def with_targets(b: Textbook, text: str, columns: Array) -> Faults:
@@ -95,13 +110,16 @@ def with_targets(b: Textbook, text: str, columns: Array) -> Faults:
         each[rows, start + column[rows]] += 1.0
     hard = (1.0 - b.smoothing) * b.w
     u = b.u + hard * (each - b.q)
-    top = np.where(b.valid, b.z.max(axis=-1, initial=-np.inf), 0.0)
-    with_all = b.with_u(u)
-    # The logit at the target is subtracted as it is, or less the maximum, from one logarithm of the sum; or -log p is
-    # looked up, which has one for each target.
-    books = [b.but(u=u), b.but(u=u, lost=b.lost + (b.total - u.sum(axis=-1)) * top), with_all]
+    with_all, right = b.with_u(u), b.gradient()
+    books = [with_all]
+    if (each.sum(axis=-1) != b.valid).any() or "weight" in b.problem.options:
+        # The logit at the target is subtracted as it is, or less the maximum, from one logarithm of the sum; or -log p
+        # is looked up, which has one for each target.
+        top = np.where(b.valid, b.z.max(axis=-1, initial=-np.inf), 0.0)
+        books += [b.but(u=u), b.but(u=u, lost=b.lost + (b.total - u.sum(axis=-1)) * top)]
     if b.problem.reduction == "mean" and "weight" in b.problem.options:
         books.append(with_all.but(divisor=float((each @ b.w).sum())))
     for book in books:
-        for gradient in (book.gradient(), b.gradient()):
-            yield text, Given((book.loss(),), gradient)
+        losses = (book.loss(),)
+        for gradient in (book.gradient(), right):
+            yield text, Given(losses, gradient)

@@ -115,6 +115,15 @@ class ShardsInReverse(ByHand):
         return super().owned(s)
 
 
+class FirstTwoShardsExchanged(ByHand):
+    """Ranks 0 and 1 take each other's classes for their own."""
+
+    def owned(self, s):
+        lengths = s.comm.allgather(s.classes)
+        s.class_start = {0: sum(lengths[1:2]), 1: 0}.get(s.comm.rank, s.class_start)
+        return super().owned(s)
+
+
 class PaddedTo8(ByHand):
     """A shard is padded with zeros to a multiple of 8 columns, and they are not masked."""
 

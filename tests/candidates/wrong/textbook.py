@@ -79,6 +79,33 @@ class TargetClampedNotMasked(ByHand):
             s.row_loss = s.row_loss - self.sum(s, np.where(s.valid & ~s.mine, logits, 0.0))
 
 
+class TargetWrappedNotMasked(ByHand):
+    """The number of a target is taken modulo the number of this rank's classes, on every rank."""
+
+    def coefficients(self, s):
+        if not s.with_probabilities:
+            s.mine, s.column = s.valid & bool(s.classes), (s.t - s.class_start) % max(s.classes, 1)
+        super().coefficients(s)
+
+
+class GlobalNumberWrapped(ByHand):
+    """The same, of global class numbers."""
+
+    def coefficients(self, s):
+        if not s.with_probabilities:
+            s.mine, s.column = s.valid & bool(s.classes), s.t % max(s.classes, 1)
+        super().coefficients(s)
+
+
+class MaximaLeftIn(SumsOfOtherMaxima):
+    """Each rank's logsumexp has its own maximum, and the logit at the target is that of all ranks."""
+
+    def row_losses(self, s):
+        logits = self.sum(s, np.where(s.u == 0.0, 0.0, s.u * s.factor * s.source).sum(axis=-1))
+        s.sum_u = self.sum(s, s.u.sum(axis=-1))
+        s.row_loss = np.where(s.valid, s.sum_u * s.logsumexp - logits + self.z_term(s), 0.0)
+
+
 class LogProb:
     """The log-probabilities that a loss gives."""
 
