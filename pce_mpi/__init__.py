@@ -21,7 +21,7 @@ from pce_mpi.autograd.inference import Inference as Inference, infer_placements 
 from pce_mpi.autograd.rehearsal import rehearse as rehearse
 from pce_mpi.autograd.rules import Rule as Rule
 from pce_mpi.autograd.tape import no_grad as no_grad
-from pce_mpi.comm import board as _board
+from pce_mpi.comm import doors as _doors
 from pce_mpi.comm.errors import CollectiveError as CollectiveError, CollectiveTimeout as CollectiveTimeout
 from pce_mpi.comm.rehearsed import Rehearsal as Rehearsal
 from pce_mpi.comm.tracing import Trace as Trace, named_scope as named_scope, trace as trace
@@ -133,4 +133,4 @@ __version__ = "0.2.0"
 globals()["__all__"] = ["dense", *sorted(name for name, value in globals().items() if callable(value))]
 
 # Every rank calls these, so that an error of one rank is every rank's. They call each other as they are defined.
-_board.telling_functions(globals(), "pce_mpi.distributed", "pce_mpi.ops", "pce_mpi.optim")
+_doors.telling_functions(globals(), "pce_mpi.distributed", "pce_mpi.ops", "pce_mpi.optim")

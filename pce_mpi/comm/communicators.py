@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 import os
 import secrets
+import sys
 from threading import Lock, get_ident
 import time
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,13 @@ from zlib import crc32
 
 import numpy as np
 
-from pce_mpi.comm.board import Board, notice_seconds, program, say, timeout_seconds
+from pce_mpi.comm.board import Board, notice_seconds, say, tell, timeout_seconds
+from pce_mpi.comm.doors import is_within_door
 from pce_mpi.comm.errors import CollectiveTimeout
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
+from pce_mpi.comm.program import program
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group
 from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
@@ -73,7 +76,7 @@ class Channel:
     def __del__(self) -> None:
         # The caller's communicator held the channel and was freed. A delete function of the keyval could note this
         # too, but mpi4py asks for that communicator's topology first, and MPICH may then read freed memory.
-        if self._number is not None and self.broken is None:
+        if self.board is not None and self._number is not None and self.broken is None and not self.board.has_left:
             drop(self._number, self.comm, self.board)
 
     def run(
@@ -113,7 +116,8 @@ class Channel:
         try:
             self.board.settle(operation)
         except BaseException as error:
-            self.broken = str(error) or type(error).__name__
+            if isinstance(error, CollectiveTimeout) or not isinstance(error, Exception):
+                self.broken = str(error) or type(error).__name__
             raise
         self.comm = self.board.comm
 
@@ -135,7 +139,9 @@ class Channel:
                 raise CollectiveTimeout(f"this communicator is not usable any more: {self.broken}")
         except BaseException as error:
             if self.board is not None and isinstance(error, Exception) and not isinstance(error, CollectiveTimeout):
-                self.board.tell(error)  # which a handler of a signal may have raised
+                self.board.has_left, self.board.why_left = True, error
+                if not is_within_door(sys._getframe()):
+                    tell(error)
             self.abandon(request, buffers, f"{operation} was left waiting by {type(error).__name__}")
             raise
         finally:
@@ -144,7 +150,7 @@ class Channel:
     def abandon(self, request: MPI.Request, buffers: tuple[object, ...], why: str) -> None:
         """Give up a collective that has not ended, and with it the communicator, unless the ranks take another one."""
         # MPI may still write to the buffers when the other ranks arrive: they must stay allocated.
-        _abandoned.append((request, buffers, self))
+        _abandoned.append((request, buffers, self.comm))
         if self.board is not None and self.board.comm is not self.comm:
             self.comm = self.board.comm  # the ranks have taken another one
         elif self.board is None or not self.board.leave():
@@ -220,7 +226,7 @@ class Pending:
 
 
 #: requests that nobody waits for any more, with the memory that MPI may still read and write
-_abandoned: list[tuple[MPI.Request, tuple[object, ...], Channel]] = []
+_abandoned: list[tuple[MPI.Request, tuple[object, ...], MPI.Intracomm]] = []
 
 
 def has_abandoned() -> bool:
@@ -262,8 +268,10 @@ def channel_of(comm: MPI.Intracomm | NoRanks | TorchGroup, operation: str) -> An
         channel = open_channel(comm, operation)
     assert isinstance(channel, Channel)
     if (board := channel.board) is not None and channel.broken is None:
-        if board.is_open:
+        if board.errors:
             channel.settle(operation)
+        elif board.why_left is not None:  # the error has not left the call in which it was raised
+            raise board.why_left
     if channel.broken is not None:  # a new collective would receive messages of the one that timed out
         raise CollectiveTimeout(f"this communicator is not usable any more: {channel.broken}")
     return channel

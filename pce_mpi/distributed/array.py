@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from pce_mpi.arrays import REAL, array_namespace, is_floating, is_real, to_host
-from pce_mpi.comm.board import program, tell_from_here, telling_methods
+from pce_mpi.comm.doors import door, tell_from_here, telling_methods
+from pce_mpi.comm.program import program
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.pictures import array_size, draw_array
@@ -73,18 +74,20 @@ def operation(function: Function) -> Function:
 def _operators(name: str) -> tuple[Operator, Operator]:
     """Make two operators of the operation `name`: for a `DistArray` on the left, and for one on the right."""
 
+    @door
     def left(self: DistArray, other: Any) -> DistArray:
         program.count += 1
-        program.names.append(name)
+        program.name = name
         try:
             return OPERATIONS[name](self, other)
         except Exception as error:
             tell_from_here(error)
             raise
 
+    @door
     def right(self: DistArray, other: Any) -> DistArray:
         program.count += 1
-        program.names.append(name)
+        program.name = name
         try:
             return OPERATIONS[name](other, self)
         except Exception as error:

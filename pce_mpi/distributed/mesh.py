@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
 from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, call_of, local_checks
-from pce_mpi.comm.board import telling, world_ranks
+from pce_mpi.comm.board import world_ranks
 from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number, open_channel
+from pce_mpi.comm.doors import telling
 from pce_mpi.comm.errors import CollectiveError, named
 from pce_mpi.comm.library import comm_text, is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.comm.board import program, tell_from_here
 from pce_mpi.comm.communicators import give_up
+from pce_mpi.comm.doors import door, tell_from_here
+from pce_mpi.comm.program import program
 from pce_mpi.loss.options import Function
 from pce_mpi.loss.passes import MadeResiduals
 
@@ -26,12 +27,13 @@ def tensors_for_tensors(function: Function) -> Function:
     """
     name, is_backward = function.__name__, function.__name__.endswith("_backward")
 
+    @door
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         communicates = is_backward or options.get("comm") is not None or options.get("batch_comm") is not None
         if communicates:
             program.count += 1
-            program.names.append(name)
+            program.name = name
         try:
             results = function(*arguments, **options)
         except Exception as error:

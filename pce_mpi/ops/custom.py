@@ -8,7 +8,7 @@ from typing import Any
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Vjp
 from pce_mpi.autograd.rules import Rule
-from pce_mpi.comm.board import telling
+from pce_mpi.comm.doors import telling
 
 
 def op(

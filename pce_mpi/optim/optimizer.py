@@ -11,7 +11,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, compute_dtype_of, to_host
 from pce_mpi.comm.agreement import agree, local_checks
-from pce_mpi.comm.board import telling_methods
+from pce_mpi.comm.doors import telling_methods
 from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray, described, redistribute
 from pce_mpi.distributed.creation import distribute

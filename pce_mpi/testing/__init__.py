@@ -7,21 +7,33 @@ when the first rank ends.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pce_mpi.comm.board import program, tell
+from pce_mpi.comm.board import count_errors, tell
+from pce_mpi.comm.library import is_running, mpi
+from pce_mpi.comm.program import program
 
-
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """Note which test begins: a rank in this one is not where a rank in another one is."""
-    program.count += 1
-    program.names.append(nodeid)
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
     """Tell the other ranks why a test, its setup or its teardown has failed on this one."""
     if call.excinfo is not None and not call.excinfo.errisinstance((pytest.skip.Exception, KeyboardInterrupt)):
-        tell(call.excinfo.value)
+        tell(call.excinfo.value, [])
+
+
+def pytest_runtest_logfinish() -> None:
+    """Let no rank hear in the next test of an error of this one."""
+    if is_running() and mpi().COMM_WORLD.size > 1:
+        count_errors(_world().allreduce(program.errors, mpi().MAX))
+
+
+@cache
+def _world() -> MPI.Intracomm:
+    # Not that of the tests, which a rank may have left in the middle of a collective.
+    return mpi().COMM_WORLD.Dup()

@@ -1,0 +1,60 @@
+"""The place of a thread in the program that its user wrote."""
+
+from __future__ import annotations
+
+import os
+import sys
+from threading import local
+from types import FrameType
+from typing import Any
+
+# The functions that led to a call, from the outermost: the file and the first line of each, the line in it that led
+# further, and the instruction.
+Place = list[list[Any]]
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# How many functions of a place are told, from the outermost.
+_MOST_FUNCTIONS = 60
+
+
+class _Program(local):
+    """The way of this thread: how many public functions it has called, the last of them, and the errors it has told."""
+
+    # Whoever notes a call does it in two lines: a function would be one more that each operation enters.
+    count = errors = 0
+    name = ""
+
+
+program = _Program()
+
+
+def place() -> Place:
+    """Return the functions of the program that led to this call, with the file and the line of each."""
+    frame: FrameType | None = sys._getframe(1)
+    functions: Place = []
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_PACKAGE):
+            functions.clear()
+        else:
+            functions.append([os.path.basename(code.co_filename), code.co_firstlineno, frame.f_lineno, frame.f_lasti])
+        frame = frame.f_back
+    return functions[: -_MOST_FUNCTIONS - 1 : -1]
+
+
+def lines_of(place: Place) -> list[list[Any]]:
+    """Return a place without its instructions, which Python numbers otherwise where it runs them faster."""
+    return [lines for *lines, _ in place]
+
+
+def is_before(one: Place, other: Place) -> bool:
+    """Return whether one place comes before another one in the code of the function where the ways to them part.
+
+    Lines do not tell: arguments on later lines are evaluated before a call.
+    """
+    for (*function, line, instruction), (*other_function, other_line, other_instruction) in zip(
+        one, other, strict=False
+    ):
+        if (function, line) != (other_function, other_line):
+            return function == other_function and bool(instruction < other_instruction)
+    return False
