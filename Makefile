@@ -30,7 +30,7 @@ source    := $(if $(shell test -w . && echo yes),.,$(VENV)/clone)
 editable  := --no-build-isolation --config-settings editable_mode=compat --editable
 
 # The sources of the compiled kernel, which pip builds.
-kernel    := $(wildcard pce_mpi/loss/kernels/*.cpp pce_mpi/loss/kernels/*.h)
+kernel    := $(wildcard pce_mpi/kernels/*.cpp pce_mpi/kernels/*.h)
 
 ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
@@ -176,7 +176,7 @@ wheels: $(installed)/release
 
 clean:
 	@test ! -e $(VENV) || test -e $(VENV)/pyvenv.cfg || { echo '$(VENV) is no virtual environment' >&2; exit 1; }
-	rm -rf $(VENV) build dist site pce_mpi.egg-info pce_mpi/loss/kernels/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache
+	rm -rf $(VENV) build dist site pce_mpi.egg-info pce_mpi/kernels/*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache .cache
 	find benchmarks examples pce_mpi tests -name __pycache__ -prune -exec rm -rf {} +
 
 # Say what is done, and every 15 seconds that it goes on. The loop ends with the shell, interrupted ones included.

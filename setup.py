@@ -10,7 +10,7 @@ import sys
 
 from setuptools import Extension, setup
 
-FOLDER = Path("pce_mpi/loss/kernels")
+FOLDER = Path("pce_mpi/kernels")
 SOURCES = [FOLDER / "compiled.cpp", *sorted(FOLDER.glob("*.h"))]
 IEEE = ["-O3", "-fno-fast-math", "-fno-unsafe-math-optimizations"]
 BUILT = FOLDER / "_compiled.abi3.so"
@@ -27,7 +27,7 @@ setup(
     if is_built()
     else [
         Extension(
-            "pce_mpi.loss.kernels._compiled",
+            "pce_mpi.kernels._compiled",
             [str(SOURCES[0])],
             depends=list(map(str, SOURCES[1:])),
             # These come last, after any CXXFLAGS. Contracted to fused multiply-adds, or added in another order, sums

@@ -39,7 +39,7 @@ from pce_mpi.cli.progress import progress
 from pce_mpi.comm.launch import why_apart
 from pce_mpi.conformance.launching import mpiexec, number_of_cores, settings
 from pce_mpi.conformance.reports.tables import Cell, table
-from pce_mpi.loss.kernels import kernel_text
+from pce_mpi.kernels import kernel_text
 from pce_mpi.loss.options import LossOptions
 from pce_mpi.pictures import new_figure
 

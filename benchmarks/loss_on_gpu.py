@@ -40,17 +40,17 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.gpu import gpus
+from pce_mpi.kernels import kernel_of
+from pce_mpi.kernels.compilation import OPTIONS
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE
+from pce_mpi.kernels.parameters import ClassWeights, Transform
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
-from pce_mpi.loss.kernels import kernel_of
-from pce_mpi.loss.kernels.compilation import OPTIONS
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.passes import Merge
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, StateFields
 
 COMM = MPI.COMM_WORLD
 Array = Any  # cupy.ndarray

@@ -19,4 +19,4 @@ def get_include() -> str:
     >>> Path(get_include(), "pce_mpi.h").is_file()
     True
     """
-    return str(Path(__file__).parent / "loss" / "kernels")
+    return str(Path(__file__).parent / "kernels")

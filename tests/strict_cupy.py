@@ -352,7 +352,7 @@ STREAM = Stream()
 FREE: defaultdict[int, list[np.ndarray]] = defaultdict(list)  # pinned memory that nobody uses, by its size
 STAND_INS = {"cupy": StrictCupy(), "cupyx": ModuleType("cupyx")}
 vars(STAND_INS["cupyx"])["empty_pinned"] = empty_pinned
-LOADER = "pce_mpi.loss.kernels.cuda"
+LOADER = "pce_mpi.kernels.cuda"
 
 
 def without_a_gpu():
@@ -372,7 +372,7 @@ def stand_in(request, monkeypatch):
     """CuPy's stand-in in its place, also where CuPy is installed or has been imported."""
     if request.config.option.gpu:
         pytest.skip("about the stand-in for CuPy, or by its means")
-    from pce_mpi.loss import kernels
+    from pce_mpi import kernels
 
     for name, module in STAND_INS.items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -25,6 +25,7 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import Purpose, cause, trace
 from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.distributed.placements import shard_range
+from pce_mpi.kernels import kernel_text
 from pce_mpi.loss import (
     argmax,
     class_statistics_backward,
@@ -34,7 +35,6 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
     top_k,
 )
-from pce_mpi.loss.kernels import kernel_text
 from pce_mpi.loss.options import CrossEntropyOptions, Options, checked_numbers
 
 if TYPE_CHECKING:

@@ -20,13 +20,13 @@ from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.conformance.terms import OPTIONS
 from pce_mpi.conformance.units import allowed, ulp
 from pce_mpi.distributed.placements import shard_range
+from pce_mpi.kernels import kernel_text
 from pce_mpi.loss import (
     class_statistics,
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
-from pce_mpi.loss.kernels import kernel_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI

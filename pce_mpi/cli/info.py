@@ -17,7 +17,7 @@ from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, reduces_on_gpus
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.gpu import cuda_versions, gpus
-from pce_mpi.loss.kernels import kernel_text
+from pce_mpi.kernels import kernel_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -27,7 +27,7 @@ from pce_mpi.conformance.plain import made
 from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.vectors import INDEX, read_results, write
 from pce_mpi.distributed.tensor_files import TensorFile, shortened
-from pce_mpi.loss.kernels.elementary import VERSION
+from pce_mpi.kernels.elementary import VERSION
 
 _FORMAT = {"format": "pce_mpi bits", "arithmetic": VERSION}
 _DTYPES = "float32", "bfloat16", "float16", "float64"

@@ -19,8 +19,8 @@ from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.recorded_causes import LEAST_ROWS, fitted_sampling
 from pce_mpi.conformance.recordings import Recording
 from pce_mpi.conformance.units import coarsest
+from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss import class_statistics
-from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.truncation import Limits, nucleus_of
 

@@ -20,7 +20,7 @@ from pce_mpi.arrays import array_namespace, is_floating, is_half, number_of, num
 from pce_mpi.comm.collectives import all_reduce, all_to_all, reduce_scatter
 from pce_mpi.exact import functions
 from pce_mpi.exact.sums import average, sums_of_squares
-from pce_mpi.loss.kernels import check_choice, converted as converted
+from pce_mpi.kernels import check_choice, converted as converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_true, to_host
-from pce_mpi.loss.kernels import converted
-from pce_mpi.loss.kernels.elementary import (
+from pce_mpi.kernels import converted
+from pce_mpi.kernels.elementary import (
     ATANH,
     HI,
     LO,

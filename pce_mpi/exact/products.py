@@ -18,7 +18,7 @@ from pce_mpi.arrays import array_namespace
 from pce_mpi.exact.kept import kept_slices
 from pce_mpi.exact.slices import exponents, grids, in_units, joined, slices, slicing
 from pce_mpi.exact.sums import one_nan, reduced
-from pce_mpi.loss.kernels import converted
+from pce_mpi.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

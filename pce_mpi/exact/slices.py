@@ -17,7 +17,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_true
 from pce_mpi.comm.collectives import all_reduce
-from pce_mpi.loss.kernels import converted
+from pce_mpi.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

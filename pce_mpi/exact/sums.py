@@ -21,8 +21,8 @@ from pce_mpi.exact.slices import (
     slices,
     slicing,
 )
-from pce_mpi.loss.kernels import converted
-from pce_mpi.loss.kernels.elementary import two_product, two_sum
+from pce_mpi.kernels import converted
+from pce_mpi.kernels.elementary import two_product, two_sum
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

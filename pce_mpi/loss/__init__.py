@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.chosen import ChosenResiduals, take_classes, take_classes_backward, take_classes_forward
 from pce_mpi.loss.divergence import (
@@ -21,7 +22,6 @@ from pce_mpi.loss.divergence import (
     kl_divergence_forward,
     kl_divergence_value_and_grad,
 )
-from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.largest import argmax, top_k
 from pce_mpi.loss.linear import LinearValueAndGrad, linear_cross_entropy_value_and_grad
 from pce_mpi.loss.linear_statistics import (

@@ -24,7 +24,7 @@ from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 from pce_mpi.floating_point import check_floating_point
 from pce_mpi.hollow import Hollow
-from pce_mpi.loss.kernels import host_kernel, sets_arithmetic
+from pce_mpi.kernels import host_kernel, sets_arithmetic
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import Problem, check, target_text
 

@@ -16,8 +16,8 @@ from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
+from pce_mpi.kernels import converted, kernel_of, standard_arithmetic
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.kernels import converted, kernel_of, standard_arithmetic
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.passes import PassResiduals
 from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, upstream_of

@@ -19,13 +19,13 @@ from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
+from pce_mpi.kernels import gemm
+from pce_mpi.kernels.softmax_state import RowSoftmax, StateFields
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.kernels import gemm
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.passes import start_row_softmax
 from pce_mpi.loss.problem import Problem, check, check_per_class
 from pce_mpi.loss.products import add_gradients, multiply
-from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

@@ -15,14 +15,14 @@ import numpy as np
 from pce_mpi.arrays import as_array, is_true, name_of, to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
+from pce_mpi.kernels import converted, host_kernel, standard_arithmetic
+from pce_mpi.kernels.elementary import SINGLE
+from pce_mpi.kernels.parameters import GradientOf, Pair
+from pce_mpi.kernels.softmax_state import StateFields
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.kernels import converted, host_kernel, standard_arithmetic
-from pce_mpi.loss.kernels.elementary import SINGLE
-from pce_mpi.loss.kernels.parameters import GradientOf, Pair
 from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, check_scale_is_near, takes
 from pce_mpi.loss.passes import PassResiduals, in_rows, probability_rows, reduced, row_softmax
 from pce_mpi.loss.problem import Problem, check, rows_and_classes, upstream_of
-from pce_mpi.loss.softmax_state import StateFields
 from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 
 Array = Any  # numpy.ndarray or cupy.ndarray

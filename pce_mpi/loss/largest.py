@@ -17,12 +17,12 @@ import numpy as np
 from pce_mpi.arrays import is_floating
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
+from pce_mpi.kernels import converted, standard_arithmetic
+from pce_mpi.kernels.largest import order
+from pce_mpi.kernels.softmax_state import NO_CLASS
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.kernels import converted, standard_arithmetic
-from pce_mpi.loss.kernels.largest import order
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
-from pce_mpi.loss.softmax_state import NO_CLASS
 from pce_mpi.loss.tensors import tensors_for_tensors
 from pce_mpi.scalars import integer
 

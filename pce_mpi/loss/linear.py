@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_true
+from pce_mpi.kernels import converted, standard_arithmetic
 from pce_mpi.loss.chunks import Gradients, agree_on_product
-from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.loss.options import LinearOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, loss_fields, reduced, row_losses, write_gradient
 from pce_mpi.loss.tensors import tensors_for_tensors

@@ -12,12 +12,12 @@ import numpy as np
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.floating_point import check_floating_point
+from pce_mpi.kernels import converted, sets_arithmetic, standard_arithmetic
+from pce_mpi.kernels.softmax_state import RowSoftmax
 from pce_mpi.loss.chunks import Gradients, Product, agree_on_product
-from pce_mpi.loss.kernels import converted, sets_arithmetic, standard_arithmetic
 from pce_mpi.loss.options import LinearStatisticsOptions, Options, takes
 from pce_mpi.loss.passes import MadeResiduals, write_statistics_gradient
 from pce_mpi.loss.problem import Problem
-from pce_mpi.loss.softmax_state import RowSoftmax
 from pce_mpi.loss.statistics import ClassStatistics, named_statistics, statistics_fields, upstream_of_statistics
 from pce_mpi.loss.tensors import tensors_for_tensors
 

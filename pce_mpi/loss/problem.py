@@ -15,9 +15,9 @@ from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of
 from pce_mpi.comm.agreement import Call
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.loss.kernels import kernel_of
-from pce_mpi.loss.kernels.elementary import Arithmetic
-from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
+from pce_mpi.kernels import kernel_of
+from pce_mpi.kernels.elementary import Arithmetic
+from pce_mpi.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
 from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_half, name_of
-from pce_mpi.loss.kernels import gemm, kernel_of
+from pce_mpi.kernels import gemm, kernel_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

@@ -16,13 +16,13 @@ import numpy as np
 from pce_mpi.arrays import cupy_of, to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
-from pce_mpi.loss.kernels import converted
-from pce_mpi.loss.kernels.chosen import bits_of, nought_of
-from pce_mpi.loss.kernels.elementary import Arithmetic
-from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.kernels import converted
+from pce_mpi.kernels.chosen import bits_of, nought_of
+from pce_mpi.kernels.elementary import Arithmetic
+from pce_mpi.kernels.parameters import Transform
+from pce_mpi.kernels.softmax_state import StateFields
 from pce_mpi.loss.passes import Merge
 from pce_mpi.loss.problem import Problem, rows_and_classes
-from pce_mpi.loss.softmax_state import StateFields
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]

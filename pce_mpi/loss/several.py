@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, cupy_of, is_true
+from pce_mpi.kernels import converted
+from pce_mpi.kernels.chosen import bits_of, nought_of
+from pce_mpi.kernels.parameters import ClassWeights
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 from pce_mpi.loss.chosen import all_logits, by_row, columns_of
-from pce_mpi.loss.kernels import converted
-from pce_mpi.loss.kernels.chosen import bits_of, nought_of
-from pce_mpi.loss.kernels.parameters import ClassWeights
 from pce_mpi.loss.passes import write_statistics_gradient
 from pce_mpi.loss.problem import Problem
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 from pce_mpi.loss.support import Members
 
 Array = Any  # numpy.ndarray or cupy.ndarray

@@ -11,15 +11,15 @@ import numpy as np
 
 from pce_mpi.arrays import as_array
 from pce_mpi.hollow import Hollow
+from pce_mpi.kernels import standard_arithmetic
+from pce_mpi.kernels.chosen import bits_of
+from pce_mpi.kernels.softmax_state import RowSoftmax, StateFields
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.chosen import by_row, check_several, fits_several, in_shape, upstream_of_several
-from pce_mpi.loss.kernels import standard_arithmetic
-from pce_mpi.loss.kernels.chosen import bits_of
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
 from pce_mpi.loss.problem import LARGEST, Problem, check, target_text, upstream_of
 from pce_mpi.loss.several import SeveralTargets, without_targets
-from pce_mpi.loss.softmax_state import RowSoftmax, StateFields
 from pce_mpi.loss.support import Members, Outside, Support, checked_support
 from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from pce_mpi.arrays import as_array
 from pce_mpi.hollow import Hollow
-from pce_mpi.loss.kernels.chosen import nought_of
+from pce_mpi.kernels.chosen import nought_of
 from pce_mpi.loss.problem import Problem, class_numbers_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray

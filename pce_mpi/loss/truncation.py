@@ -19,8 +19,8 @@ import numpy as np
 from pce_mpi.comm.collectives import all_gather
 from pce_mpi.comm.tracing import cause
 from pce_mpi.hollow import Hollow
+from pce_mpi.kernels.elementary import Arithmetic, log, log1p
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.kernels.elementary import Arithmetic, log, log1p
 from pce_mpi.loss.options import Options, check_scale_is_near
 from pce_mpi.loss.problem import Problem, check
 from pce_mpi.loss.sets import Shard, mass_of, shard_of

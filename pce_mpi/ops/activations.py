@@ -13,8 +13,8 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact import functions
-from pce_mpi.loss.kernels import layer_loops
-from pce_mpi.loss.kernels.elementary import two_product, two_sum
+from pce_mpi.kernels import layer_loops
+from pce_mpi.kernels.elementary import two_product, two_sum
 from pce_mpi.ops.elementwise import astype, elementwise_rule, unary
 
 Array = Any  # numpy.ndarray or cupy.ndarray

@@ -13,7 +13,7 @@ from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import operands_of
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.loss.kernels import layer_loops
+from pce_mpi.kernels import layer_loops
 from pce_mpi.ops.broadcasting import local_extreme
 from pce_mpi.ops.elementwise import astype, widened_with_sums
 from pce_mpi.ops.matmul import matmul, transposed_times

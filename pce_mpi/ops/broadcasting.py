@@ -18,7 +18,7 @@ from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.exact.sums import reduced, total
-from pce_mpi.loss.kernels import converted
+from pce_mpi.kernels import converted
 from pce_mpi.ops.shape import normalized_axis, reshape
 from pce_mpi.scalars import flag, integers
 

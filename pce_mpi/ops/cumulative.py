@@ -11,7 +11,7 @@ from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact.sums import running_total
-from pce_mpi.loss.kernels import converted
+from pce_mpi.kernels import converted
 from pce_mpi.ops.shape import normalized_axis, reshape
 
 Array = Any  # numpy.ndarray or cupy.ndarray

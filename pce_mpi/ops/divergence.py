@@ -10,8 +10,8 @@ from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.divergence import DivergenceResiduals, divergence_of, kl_divergence_backward, prepare
-from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import DivergenceOptions, Options, ShardedDivergenceOptions, takes
 from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, rule_of_loss, sharded_options
 from pce_mpi.ops.shape import normalized_axis

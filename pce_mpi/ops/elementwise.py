@@ -14,7 +14,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.loss.kernels import converted
+from pce_mpi.kernels import converted
 from pce_mpi.ops.broadcasting import aligned
 
 Array = Any  # numpy.ndarray or cupy.ndarray

@@ -15,7 +15,7 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.sums import reduced, scattered
-from pce_mpi.loss.kernels import converted
+from pce_mpi.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]

@@ -16,7 +16,7 @@ from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact.sums import scattered
-from pce_mpi.loss.kernels import converted
+from pce_mpi.kernels import converted
 from pce_mpi.ops.broadcasting import aligned
 from pce_mpi.ops.shape import reshape
 

@@ -11,9 +11,9 @@ from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array, operands_of
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.kernels import standard_arithmetic
 from pce_mpi.loss.options import CrossEntropyOptions, Options, takes
 from pce_mpi.loss.passes import forward
 from pce_mpi.ops.elementwise import astype, square, widened

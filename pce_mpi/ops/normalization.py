@@ -20,7 +20,7 @@ from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
-from pce_mpi.loss.kernels import layer_loops
+from pce_mpi.kernels import layer_loops
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.moments import deviations, in_float64, sums
 from pce_mpi.ops.shape import normalized_axis, reshape

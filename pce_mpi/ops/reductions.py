@@ -19,7 +19,7 @@ from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.distributed.placements import ReduceOperator
-from pce_mpi.loss.kernels import converted, standard_arithmetic
+from pce_mpi.kernels import converted, standard_arithmetic
 from pce_mpi.ops.broadcasting import (
     broadcast_to,
     exact_total,

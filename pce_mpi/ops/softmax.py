@@ -14,10 +14,10 @@ from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.kernels import converted, standard_arithmetic
+from pce_mpi.kernels.softmax_state import StateFields
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.kernels import converted, standard_arithmetic
 from pce_mpi.loss.passes import row_softmax, write_probabilities
-from pce_mpi.loss.softmax_state import StateFields
 from pce_mpi.ops.broadcasting import kept_shape, sum
 from pce_mpi.ops.elementwise import exp, widened
 from pce_mpi.ops.options import sharded_options

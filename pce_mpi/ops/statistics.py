@@ -14,7 +14,7 @@ from pce_mpi.arrays import array_namespace, compute_dtype_of
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, StatisticsOptions, SupportedOptions, takes
 from pce_mpi.loss.statistics import (
     ClassStatistics,

@@ -13,7 +13,7 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.loss.kernels import standard_arithmetic
+from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.options import AxisOptions, Options, ShardedAxisOptions, takes
 from pce_mpi.loss.tensors import tensors_for_tensors
 from pce_mpi.loss.truncation import Limits, Nucleus, nucleus_of

@@ -7,7 +7,7 @@ import re
 
 import cuda_on_host.module as on_host
 from cupy_on_cpu.hooks import KNOWN
-from pce_mpi.loss.kernels.compilation import OPTIONS
+from pce_mpi.kernels.compilation import OPTIONS
 
 HERE = Path(__file__).parent
 # Nothing of CuPy's is worth more of a compiler's time.

@@ -116,7 +116,7 @@ def test_check_fails_if_one_rank_is_wrong():
     program = """
 import numpy as np
 from mpi4py import MPI
-from pce_mpi.loss.kernels import host_kernel
+from pce_mpi.kernels import host_kernel
 from pce_mpi.cli import main
 kernel = host_kernel()
 honest = kernel.write_gradient

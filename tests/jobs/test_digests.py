@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs.launch import launch
-from pce_mpi.loss.kernels import compiled
+from pce_mpi.kernels import compiled
 
 PROGRAM = Path(__file__).with_name("digests.py")
 EXPECTED = json.loads(PROGRAM.with_suffix(".json").read_text(encoding="utf-8"))

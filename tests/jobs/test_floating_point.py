@@ -9,7 +9,7 @@ PROGRAM = """
     from mpi4py import MPI
 
     sys.path.insert(0, "tests")
-    sys.modules["pce_mpi.loss.kernels._compiled"] = None  # as if it had not been built
+    sys.modules["pce_mpi.kernels._compiled"] = None  # as if it had not been built
     warnings.simplefilter("ignore")
     import pce_mpi as pce
     from floating_point_states import STATES, floating_point

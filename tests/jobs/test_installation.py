@@ -46,7 +46,7 @@ def wheel_of(source, folder, **env):
 LOSS = """
 import numpy as np
 import pce_mpi
-from pce_mpi.loss.kernels import kernel_text
+from pce_mpi.kernels import kernel_text
 assert np.array(5e-324) * 1.0 != 0.0, "the process takes subnormal numbers for 0"
 losses = {float(pce_mpi.softmax_cross_entropy(np.zeros((2, 4)), np.array([0, 3]))) for _ in range(2)}
 print(pce_mpi.__file__, kernel_text(), *losses)
@@ -67,8 +67,8 @@ def test_wheel_has_all_that_runs(source, tmp_path):
     package = tmp_path / "unpacked" / "pce_mpi"
     found = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
     wanted = {path.relative_to(source / "pce_mpi").as_posix() for path in (source / "pce_mpi").rglob("*.*")}
-    assert wanted - found == {"loss/kernels/compiled.cpp", "loss/kernels/README.md"} & wanted
-    assert [path for path in found - wanted if "/" in path] == ["loss/kernels/_compiled.abi3.so"]
+    assert wanted - found == {"kernels/compiled.cpp", "kernels/README.md"} & wanted
+    assert [path for path in found - wanted if "/" in path] == ["kernels/_compiled.abi3.so"]
     (found,) = metadata.distributions(name="pce_mpi", path=[str(tmp_path / "unpacked")])
     assert {"Author", "Keywords", "License", "Requires-Python"} <= set(found.metadata)
     (command,) = found.entry_points

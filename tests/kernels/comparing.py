@@ -8,10 +8,10 @@ import numpy as np
 
 from kernels.device_arrays import rows_in_memory
 from kernels.places import OnGpu, OnHost
-from pce_mpi.loss.kernels import definition
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
-from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.kernels import definition
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Arithmetic
+from pce_mpi.kernels.parameters import ClassWeights, LossTerms, Transform
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ranks.test_definition import FIELDS, MARGINS, ROWS, fill_gradients_of_statistics, logits_of
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]

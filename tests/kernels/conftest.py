@@ -13,4 +13,4 @@ def cuda(request, cupy, monkeypatch):
     if request.config.option.gpu:
         monkeypatch.setattr(comparing, "place", OnGpu(cupy))
     with cupy.cuda.using_allocator(None):  # every array in memory of its own, for compute-sanitizer to know its end
-        yield import_module("pce_mpi.loss.kernels.cuda")
+        yield import_module("pce_mpi.kernels.cuda")

@@ -13,8 +13,8 @@ import sys
 
 import pytest
 
-from pce_mpi.loss.kernels import compilation
-from pce_mpi.loss.kernels.launch_config import RESIDENT_THREADS, ROW_RESIDENT_THREADS
+from pce_mpi.kernels import compilation
+from pce_mpi.kernels.launch_config import RESIDENT_THREADS, ROW_RESIDENT_THREADS
 
 # A multiprocessor has 65,536 registers.
 REGISTERS = 65536
@@ -29,8 +29,8 @@ def test_sources_use_exactly_constants_of_python():
 
 def test_package_has_every_file_that_kernels_include():
     config = configparser.ConfigParser()
-    config.read(compilation.source_folder.parents[2] / "setup.cfg")
-    patterns = config["options.package_data"]["pce_mpi.loss.kernels"].split(", ")
+    config.read(compilation.source_folder.parents[1] / "setup.cfg")
+    patterns = config["options.package_data"]["pce_mpi.kernels"].split(", ")
     packed = {path.name for pattern in patterns for path in compilation.source_folder.glob(pattern)}
     texts = [(compilation.source_folder / name).read_text(encoding="utf-8") for name in packed]
     included = set(re.findall(r'#include (?:<(?=.*\.cuh>)|")([a-z_]+\.cuh|[a-z_]+\.h)', "\n".join(texts)))
@@ -56,7 +56,7 @@ def test_commands_of_readme_compile_kernel():
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-ec", "\n".join(commands)],
-        cwd=compilation.source_folder.parents[2],
+        cwd=compilation.source_folder.parents[1],
         env=os.environ | {"PATH": path},
         capture_output=True,
         text=True,
@@ -152,7 +152,7 @@ def test_no_arithmetic_flushes_subnormal_numbers(reports):
 @pytest.fixture
 def count(monkeypatch):
     """The program that counts the instructions of loops."""
-    monkeypatch.syspath_prepend(compilation.source_folder.parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(compilation.source_folder.parents[1] / "benchmarks")
     return importlib.import_module("count_instructions")
 
 

@@ -15,9 +15,9 @@ from kernels.comparing import (
     states_on_device,
     write_gradient,
 )
-from pce_mpi.loss.kernels import compilation
-from pce_mpi.loss.kernels.launch_config import LaunchConfig
-from pce_mpi.loss.softmax_state import StateFields
+from pce_mpi.kernels import compilation
+from pce_mpi.kernels.launch_config import LaunchConfig
+from pce_mpi.kernels.softmax_state import StateFields
 
 
 def test_rows_beyond_2_to_31_elements(stand_in, cuda):

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from pce_mpi.loss.kernels.compilation import source_folder
+from pce_mpi.kernels.compilation import source_folder
 
 SOURCE = Path(__file__).with_name("self_test.cpp")
 FLAGS = ["-std=c++17", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]

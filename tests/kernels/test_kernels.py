@@ -24,11 +24,11 @@ from kernels.comparing import (
     write_gradient,
 )
 from kernels.device_arrays import rows_in_memory
-from pce_mpi.loss.kernels import compilation, definition
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE
-from pce_mpi.loss.kernels.launch_config import LaunchConfig
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, StateFields
+from pce_mpi.kernels import compilation, definition
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE
+from pce_mpi.kernels.launch_config import LaunchConfig
+from pce_mpi.kernels.parameters import ClassWeights, Transform
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
 from ranks.test_definition import FIELDS, KINDS, logits_of
 from ranks.test_divergence import sums_and_gradients
 

@@ -24,10 +24,10 @@ from kernels.test_kernels import (
     check_scales_beyond_float32,
     check_statistics_beside_huge_logit,
 )
-from pce_mpi.loss.kernels import compilation
-from pce_mpi.loss.kernels.launch_config import LaunchConfig
-from pce_mpi.loss.kernels.parameters import Transform
-from pce_mpi.loss.softmax_state import ROW_GRADIENT
+from pce_mpi.kernels import compilation
+from pce_mpi.kernels.launch_config import LaunchConfig
+from pce_mpi.kernels.parameters import Transform
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT
 from ranks.test_definition import FIELDS
 
 

@@ -13,7 +13,7 @@ from cuda_on_host.module import RawModule
 from jobs.launch import ROOT
 import pce_mpi as pce
 from pce_mpi.conformance import bit_vectors
-from pce_mpi.loss.kernels.compilation import OPTIONS
+from pce_mpi.kernels.compilation import OPTIONS
 import strict_cupy
 
 KERNEL = Path(__file__).with_name("users_kernel.cu")

@@ -73,7 +73,7 @@ def check_ranks(ranks):
 def compare(options):
     from tqdm import tqdm
 
-    from pce_mpi.loss.kernels import kernel_text
+    from pce_mpi.kernels import kernel_text
 
     sizes = [(dtype, classes) for dtype in options.dtype for classes in options.classes]
     print(f"{options.ranks} ranks; {processor()}; kernel: {kernel_text()}; median of {options.pairs} pairs")

@@ -15,10 +15,10 @@ import numpy as np
 import pce_mpi as pce
 from pce_mpi import dense
 from pce_mpi.dense.margin import with_margin
-from pce_mpi.loss.kernels import definition
-from pce_mpi.loss.kernels.elementary import SINGLE
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
-from pce_mpi.loss.softmax_state import StateFields
+from pce_mpi.kernels import definition
+from pce_mpi.kernels.elementary import SINGLE
+from pce_mpi.kernels.parameters import ClassWeights, Transform
+from pce_mpi.kernels.softmax_state import StateFields
 from ulps import FLOAT32, FLOAT64, HALF, OPTIONS, errors, ulp
 
 Array = np.ndarray[Any, Any]

@@ -11,10 +11,10 @@ import mpmath
 import numpy as np
 import pytest
 
-from pce_mpi.loss.kernels import compiled, definition
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic, fma32
-from pce_mpi.loss.kernels.parameters import ClassWeights, LossTerms, Transform
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.kernels import compiled, definition
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Arithmetic, fma32
+from pce_mpi.kernels.parameters import ClassWeights, LossTerms, Transform
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ulps import LOSS, OPTIONS, errors
 
 SETS = compiled.instruction_sets()

@@ -9,10 +9,10 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard, dense
-from pce_mpi.loss.kernels import definition
-from pce_mpi.loss.kernels.elementary import SINGLE
-from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.kernels import definition
+from pce_mpi.kernels.elementary import SINGLE
+from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ranks.exact import exact_divergence
 from ranks.grids import mesh_of, squarest
 from ranks.problems import is_same, split

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pce_mpi.kernels import gemm
 from pce_mpi.loss import products
-from pce_mpi.loss.kernels import gemm
 
 ROWS, FEATURES, CLASSES = 23, 5, 41
 pytestmark = pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import pce_mpi as pce
-from pce_mpi.loss.kernels import compiled
+from pce_mpi.kernels import compiled
 from pce_mpi.ops import activations, attention, normalization
 from ranks.op_cases import alone
 from ulps import MOMENTS, OPERATION, worst

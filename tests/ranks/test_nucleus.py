@@ -13,9 +13,9 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Mesh, Shard
 from pce_mpi.hollow import hollow
-from pce_mpi.loss.kernels import definition
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, exponential
-from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.kernels import definition
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE, exponential
+from pce_mpi.kernels.parameters import Transform
 from ranks.grids import mesh_of, squarest
 from ranks.placed import SUM, error_of
 from ranks.problems import is_same

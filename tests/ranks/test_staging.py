@@ -14,10 +14,10 @@ from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_
 from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.library import gpu_aware
 from pce_mpi.comm.tracing import cause
-from pce_mpi.loss.kernels.elementary import SINGLE
-from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.kernels.elementary import SINGLE
+from pce_mpi.kernels.parameters import Transform
+from pce_mpi.kernels.softmax_state import StateFields
 from pce_mpi.loss.passes import Merge
-from pce_mpi.loss.softmax_state import StateFields
 from ranks.problems import softmax_states
 import strict_cupy
 

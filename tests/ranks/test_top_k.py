@@ -10,7 +10,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
-from pce_mpi.loss.kernels import host_kernel, largest as kernel_largest
+from pce_mpi.kernels import host_kernel, largest as kernel_largest
 from ranks.grids import mesh_of, squarest
 from ranks.problems import SPLITS, is_same, split
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels.elementary import (
+from pce_mpi.kernels.elementary import (
     HUGE,
     SINGLE,
     Arithmetic,
@@ -23,9 +23,9 @@ from pce_mpi.loss.kernels.elementary import (
     two_product,
     u64,
 )
-from pce_mpi.loss.kernels.limbs import Sums, limbs_of, of_kinds, shifted, sum_of, sum_of_numbers, united, united_numbers
-from pce_mpi.loss.kernels.parameters import Transform
-from pce_mpi.loss.softmax_state import FORGOTTEN, NO_ENTROPY, StateFields
+from pce_mpi.kernels.limbs import Sums, limbs_of, of_kinds, shifted, sum_of, sum_of_numbers, united, united_numbers
+from pce_mpi.kernels.parameters import Transform
+from pce_mpi.kernels.softmax_state import FORGOTTEN, NO_ENTROPY, StateFields
 
 Array = Any  # numpy.ndarray, whose operators on fields of states would take mypy a third of its time
 

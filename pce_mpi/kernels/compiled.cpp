@@ -395,7 +395,7 @@ PyMethodDef BLOCK_METHODS[] = {{"__enter__", enter_block, METH_NOARGS, nullptr},
                                {"__exit__", leave_block, METH_VARARGS, nullptr},
                                {nullptr, nullptr, 0, nullptr}};
 PyType_Slot BLOCK_SLOTS[] = {{Py_tp_methods, BLOCK_METHODS}, {0, nullptr}};
-PyType_Spec BLOCK = {"pce_mpi.loss.kernels._compiled.StandardArithmetic", sizeof(StandardArithmetic), 0,
+PyType_Spec BLOCK = {"pce_mpi.kernels._compiled.StandardArithmetic", sizeof(StandardArithmetic), 0,
                      Py_TPFLAGS_DEFAULT, BLOCK_SLOTS};
 
 // Use the instruction set of this name, which must be present.

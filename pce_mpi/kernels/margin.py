@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels.elementary import i64, two_product, two_sum
-from pce_mpi.loss.kernels.limbs import Double
-from pce_mpi.loss.kernels.parameters import Transform
+from pce_mpi.kernels.elementary import i64, two_product, two_sum
+from pce_mpi.kernels.limbs import Double
+from pce_mpi.kernels.parameters import Transform
 
 Array = np.ndarray[Any, Any]
 _hex = float.fromhex

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels.elementary import (
+from pce_mpi.kernels.elementary import (
     HI,
     HUGE,
     LO,
@@ -27,7 +27,7 @@ from pce_mpi.loss.kernels.elementary import (
     two_product,
     two_sum,
 )
-from pce_mpi.loss.kernels.limbs import (
+from pce_mpi.kernels.limbs import (
     WIDE,
     Double,
     Sums,
@@ -37,10 +37,10 @@ from pce_mpi.loss.kernels.limbs import (
     number_of,
     value_of,
 )
-from pce_mpi.loss.kernels.margin import margined
-from pce_mpi.loss.kernels.parameters import NO_MARGIN, Transform
-from pce_mpi.loss.kernels.states import grid_of, in_units
-from pce_mpi.loss.softmax_state import INFINITE, NEGLIGIBLE, ROW_SOFTMAX, StateFields
+from pce_mpi.kernels.margin import margined
+from pce_mpi.kernels.parameters import NO_MARGIN, Transform
+from pce_mpi.kernels.softmax_state import INFINITE, NEGLIGIBLE, ROW_SOFTMAX, StateFields
+from pce_mpi.kernels.states import grid_of, in_units
 
 Array = np.ndarray[Any, Any]
 

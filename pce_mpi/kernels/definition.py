@@ -20,29 +20,29 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels.blocks import blocks_of, put_rows, rows_of
-from pce_mpi.loss.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
-from pce_mpi.loss.kernels.divergence import (
+from pce_mpi.kernels.blocks import blocks_of, put_rows, rows_of
+from pce_mpi.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
+from pce_mpi.kernels.divergence import (
     divergence_sums as divergence_sums,
     logsumexp_differences as logsumexp_differences,
     row_divergences as row_divergences,
     write_divergence_gradient as write_divergence_gradient,
 )
-from pce_mpi.loss.kernels.elementary import Arithmetic, f64, i64, softcap_slope, u64
-from pce_mpi.loss.kernels.gradients import gradient_of
-from pce_mpi.loss.kernels.largest import largest_of as largest_of
-from pce_mpi.loss.kernels.limbs import Sums, number_of, sum_of_numbers, united_numbers
-from pce_mpi.loss.kernels.losses import (
+from pce_mpi.kernels.elementary import Arithmetic, f64, i64, softcap_slope, u64
+from pce_mpi.kernels.gradients import gradient_of
+from pce_mpi.kernels.largest import largest_of as largest_of
+from pce_mpi.kernels.limbs import Sums, number_of, sum_of_numbers, united_numbers
+from pce_mpi.kernels.losses import (
     row_gradients as row_gradients,
     row_losses as row_losses,
     row_statistics as row_statistics,
     statistics_gradients as statistics_gradients,
     target_log_probs as target_log_probs,
 )
-from pce_mpi.loss.kernels.parameters import ClassWeights, Transform
-from pce_mpi.loss.kernels.row_softmax import row_softmax as row_softmax
-from pce_mpi.loss.kernels.states import merge as merge, states_of
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, StateFields
+from pce_mpi.kernels.parameters import ClassWeights, Transform
+from pce_mpi.kernels.row_softmax import row_softmax as row_softmax
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
+from pce_mpi.kernels.states import merge as merge, states_of
 
 Array = np.ndarray[Any, Any]
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels import largest as definition
-import pce_mpi.loss.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
-from pce_mpi.loss.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
-from pce_mpi.loss.kernels.divergence import (
+from pce_mpi.kernels import largest as definition
+import pce_mpi.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
+from pce_mpi.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
+from pce_mpi.kernels.divergence import (
     logsumexp_differences as logsumexp_differences,
     row_divergences as row_divergences,
 )
-from pce_mpi.loss.kernels.elementary import DOUBLE, Arithmetic
-from pce_mpi.loss.kernels.losses import target_log_probs as target_log_probs
-from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
+from pce_mpi.kernels.elementary import DOUBLE, Arithmetic
+from pce_mpi.kernels.losses import target_log_probs as target_log_probs
+from pce_mpi.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = np.ndarray[Any, Any]
 

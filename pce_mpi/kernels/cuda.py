@@ -21,9 +21,9 @@ import cupy
 import numpy as np
 
 from pce_mpi.arrays import is_floating
-from pce_mpi.loss.kernels import largest
-from pce_mpi.loss.kernels.chosen import bits_of, sums_of_equal as sums_of_equal
-from pce_mpi.loss.kernels.compilation import (
+from pce_mpi.kernels import largest
+from pce_mpi.kernels.chosen import bits_of, sums_of_equal as sums_of_equal
+from pce_mpi.kernels.compilation import (
     ARITHMETICS,
     CPP_TYPES,
     DTYPE_CODES,
@@ -37,17 +37,17 @@ from pce_mpi.loss.kernels.compilation import (
     loop,
     source_of,
 )
-from pce_mpi.loss.kernels.elementary import DOUBLE, SINGLE, Arithmetic
-from pce_mpi.loss.kernels.launch_config import (
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Arithmetic
+from pce_mpi.kernels.launch_config import (
     BLOCK_THREADS,
     MERGE_BLOCK_THREADS,
     VALUES_OF_BLOCK,
     WARP_SIZE,
     LaunchConfig,
 )
-from pce_mpi.loss.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
-from pce_mpi.loss.kernels.rows import Output, Rows, rows_of
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
+from pce_mpi.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
+from pce_mpi.kernels.rows import Output, Rows, rows_of
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = Any  # cupy.ndarray
 HostArray = np.ndarray[Any, Any]

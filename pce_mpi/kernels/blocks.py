@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels.elementary import narrowed
+from pce_mpi.kernels.elementary import narrowed
 
 Array = np.ndarray[Any, Any]
 

@@ -18,14 +18,14 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.hollow import Hollow
-from pce_mpi.loss.kernels import hollow
-from pce_mpi.loss.kernels.elementary import narrowed
+from pce_mpi.kernels import hollow
+from pce_mpi.kernels.elementary import narrowed
 
 # Functions that promise bits run in a block `with standard_arithmetic():`, in which this thread's floating-point unit
 # rounds to nearest and keeps subnormal numbers. Without the compiled module it does nothing: callers check the state.
 standard_arithmetic: Callable[[], AbstractContextManager[None]] = nullcontext
 with suppress(ImportError):
-    from pce_mpi.loss.kernels._compiled import StandardArithmetic  # type: ignore[import-not-found]  # built by setup.py
+    from pce_mpi.kernels._compiled import StandardArithmetic  # type: ignore[import-not-found]  # built by setup.py
 
     standard_arithmetic = StandardArithmetic
 sets_arithmetic = standard_arithmetic is not nullcontext
@@ -43,7 +43,7 @@ def kernel_of(array: Any) -> ModuleType:
         return host_kernel()
     if type(array) is Hollow:
         return hollow
-    from pce_mpi.loss.kernels import cuda
+    from pce_mpi.kernels import cuda
 
     return cuda
 
@@ -67,19 +67,19 @@ def host_kernel() -> ModuleType:
 
     `PCE_MPI_KERNEL` chooses: numpy, or an instruction set of the compiled one.
     """
-    from pce_mpi.loss.kernels import definition
+    from pce_mpi.kernels import definition
 
     wanted = os.environ.get(_VARIABLE, "")
     if wanted.lower() == "numpy":
         return definition
     try:
-        from pce_mpi.loss.kernels import compiled
+        from pce_mpi.kernels import compiled
     except ImportError as error:
         if wanted:
             text = f"{_VARIABLE}={wanted}, but the compiled kernel is not installed: {error}. {_REMEDY}"
             raise ImportError(text) from error
         warnings.warn(
-            f"pce_mpi in {Path(__file__).parents[2]} has no compiled kernel: the loss has the same bits, but takes "
+            f"pce_mpi in {Path(__file__).parents[1]} has no compiled kernel: the loss has the same bits, but takes "
             f"100 times as long, and gelu, attention and norms take longer. {_REMEDY}",
             stacklevel=2,
         )

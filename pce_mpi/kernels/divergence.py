@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.loss.kernels.blocks import blocks_of, put_rows, rows_of
-from pce_mpi.loss.kernels.elementary import (
+from pce_mpi.kernels.blocks import blocks_of, put_rows, rows_of
+from pce_mpi.kernels.elementary import (
     DOUBLE,
     HUGE,
     SHORT,
@@ -37,10 +37,10 @@ from pce_mpi.loss.kernels.elementary import (
     two_sum,
     u64,
 )
-from pce_mpi.loss.kernels.gradients import gradient_of
-from pce_mpi.loss.kernels.limbs import Sums, sum_of, united, value_of_wide
-from pce_mpi.loss.kernels.parameters import GradientOf, Pair, Transform
-from pce_mpi.loss.softmax_state import INFINITE, NO_GRID, StateFields
+from pce_mpi.kernels.gradients import gradient_of
+from pce_mpi.kernels.limbs import Sums, sum_of, united, value_of_wide
+from pce_mpi.kernels.parameters import GradientOf, Pair, Transform
+from pce_mpi.kernels.softmax_state import INFINITE, NO_GRID, StateFields
 
 Array = np.ndarray[Any, Any]
 

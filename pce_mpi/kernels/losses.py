@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels.elementary import transformed
-from pce_mpi.loss.kernels.parameters import LossTerms, Transform
-from pce_mpi.loss.kernels.row_softmax import times
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
+from pce_mpi.kernels.elementary import transformed
+from pce_mpi.kernels.parameters import LossTerms, Transform
+from pce_mpi.kernels.row_softmax import times
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 
 Array = np.ndarray[Any, Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.loss.kernels.elementary import (
+from pce_mpi.kernels.elementary import (
     SINGLE,
     Arithmetic,
     exponential,
@@ -18,9 +18,9 @@ from pce_mpi.loss.kernels.elementary import (
     softcap_slope,
     transformed,
 )
-from pce_mpi.loss.kernels.parameters import Transform
-from pce_mpi.loss.kernels.states import is_huge
-from pce_mpi.loss.softmax_state import ROW_GRADIENT, StateFields
+from pce_mpi.kernels.parameters import Transform
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
+from pce_mpi.kernels.states import is_huge
 
 Array = np.ndarray[Any, Any]
 

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from pce_mpi.loss.kernels.launch_config import (
+from pce_mpi.kernels.launch_config import (
     BLOCK_THREADS,
     LOADS,
     MERGE_BLOCK_THREADS,
@@ -16,7 +16,7 @@ from pce_mpi.loss.kernels.launch_config import (
     VECTOR_BYTES,
     WARP_SIZE,
 )
-from pce_mpi.loss.softmax_state import StateFields
+from pce_mpi.kernels.softmax_state import StateFields
 
 source_folder = Path(__file__).parent
 
