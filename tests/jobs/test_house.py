@@ -517,6 +517,7 @@ TOP_LEVEL = [
     "benchmarks",
     "docs",
     "examples",
+    "findings",
     "mkdocs.yml",
     "pce_mpi",
     "pyproject.toml",
