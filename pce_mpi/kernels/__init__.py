@@ -25,9 +25,9 @@ from pce_mpi.kernels.elementary import narrowed
 # rounds to nearest and keeps subnormal numbers. Without the compiled module it does nothing: callers check the state.
 standard_arithmetic: Callable[[], AbstractContextManager[None]] = nullcontext
 with suppress(ImportError):
-    from pce_mpi.kernels._compiled import StandardArithmetic  # type: ignore[import-not-found]  # built by setup.py
+    from pce_mpi.kernels import _compiled  # built by setup.py
 
-    standard_arithmetic = StandardArithmetic
+    standard_arithmetic = _compiled.StandardArithmetic
 sets_arithmetic = standard_arithmetic is not nullcontext
 
 _VARIABLE = "PCE_MPI_KERNEL"
