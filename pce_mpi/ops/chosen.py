@@ -5,38 +5,20 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from pce_mpi import loss
-from pce_mpi.autograd.op import Call, Op
-from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.loss.chosen import ChosenResiduals, chosen_logits, take_classes_backward
-from pce_mpi.loss.options import AxisOptions, Options, ShardedAxisOptions, takes
-from pce_mpi.ops.options import apply_checked, checked_operands, shape_of_several, sharded_options
-from pce_mpi.ops.shape import normalized_axis
+from pce_mpi.loss.chosen import chosen_logits, take_classes_backward
+from pce_mpi.loss.options import AxisOptions, ShardedAxisOptions, takes
+from pce_mpi.ops.primitive import Primitive
 
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
-
-
-def _rule(logits: Shape, ids: Shape, axis: int, **_: Any) -> Rule:
-    labels = tuple(Axis(index) for index in range(len(logits)))
-    chosen = (*labels[:axis], None, *labels[axis + 1 :])
-    return Rule((labels, chosen), chosen, ids, merged=frozenset({axis}))
-
-
-def _take(call: Call, logits: Array, ids: Array, axis: int, **options: Any) -> Array:
-    rows = [index for index in range(logits.ndim) if index != axis]
-    all_options = sharded_options(call, "take_classes", [axis], rows, axis=axis, **options)
-    chosen, call.residuals = chosen_logits(all_options, logits, ids)
-    return chosen
-
-
-def _to_logits(
-    g: DistArray, y: DistArray, logits: DistArray, ids: DistArray, residuals: ChosenResiduals, **_: Any
-) -> DistArray:
-    return DistArray(take_classes_backward(g.local, residuals), logits.mesh, logits.sharding)
-
-
-_TAKE = Op("take_classes", _take, (_to_logits, None), _rule, dtype=lambda logits, _: logits, uses=[()])
+_TAKE_CLASSES = Primitive(
+    "take_classes",
+    {"logits": "rc", "ids": "rn"},
+    AxisOptions,
+    lambda call, options, logits, ids: chosen_logits(options, logits, ids),
+    {"logits": take_classes_backward},
+    dtype=lambda logits, _: logits,
+    result="ids",
+)
 
 
 @operation
@@ -91,9 +73,4 @@ def take_classes(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -
     """
     if not isinstance(logits, DistArray):
         return loss.take_classes(logits, ids, **options)
-    axis = normalized_axis(Options.of("take_classes", options, AxisOptions).axis, logits.ndim)
-    shape = shape_of_several(ids, "ids", logits.shape, axis)
-    if shape is None:
-        shape = (*logits.shape[:axis], 1, *logits.shape[axis + 1 :])
-    others, found = checked_operands({"logits": logits}, {"ids": ids}, shape, logits.shape[axis])
-    return apply_checked(_TAKE, logits, *others.values(), axis=axis, **found)
+    return _TAKE_CLASSES.apply({"logits": logits, "ids": ids}, options)

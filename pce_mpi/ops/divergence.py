@@ -7,57 +7,18 @@ from typing import Any, Unpack
 
 from pce_mpi import loss
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.autograd.op import Call, Op
-from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.kernels import standard_arithmetic
-from pce_mpi.loss.divergence import DivergenceResiduals, divergence_of, kl_divergence_backward, prepare
-from pce_mpi.loss.options import DivergenceOptions, Options, ShardedDivergenceOptions, takes
-from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, rule_of_loss, sharded_options
-from pce_mpi.ops.shape import normalized_axis
+from pce_mpi.loss.divergence import divergence_of, kl_divergence_backward, prepare
+from pce_mpi.loss.options import DivergenceOptions, ShardedDivergenceOptions, takes
+from pce_mpi.ops.primitive import Primitive
 
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
-
-
-def _rule(student: Shape, teacher: Shape, *counted: Shape, axis: int, reduction: str, **_: Any) -> Rule:
-    """Return the rule: all share rows."""
-    labels = tuple(Axis(index) for index in range(len(student)))
-    rows = labels[:axis] + labels[axis + 1 :]
-    return rule_of_loss(student, [labels, labels, *[rows for _ in counted]], axis, reduction)
-
-
-def _kl_divergence(call: Call, student: Array, teacher: Array, *counted: Array, **options: Any) -> Array:
-    axis = options["axis"]
-    rows = [index for index in range(student.ndim) if index != axis]
-    options["rows"] = counted[0] if counted else None
-    all_options = sharded_options(call, "kl_divergence", [axis], rows, **options)
-    with standard_arithmetic():
-        divergence, call.residuals = divergence_of(prepare(all_options, student, teacher))
-    return divergence
-
-
-def _gradient(
-    of: str,
-    g: DistArray,
-    y: DistArray,
-    student: DistArray,
-    teacher: DistArray,
-    *counted: DistArray,
-    residuals: DivergenceResiduals,
-    **options: Any,
-) -> DistArray:
-    logits = student if of == "student" else teacher
-    return DistArray(kl_divergence_backward(g.local, residuals, of=of), logits.mesh, logits.sharding)
-
-
-_KL_DIVERGENCE = Op(
+_KL_DIVERGENCE = Primitive(
     "kl_divergence",
-    _kl_divergence,
-    (partial(_gradient, "student"), partial(_gradient, "teacher"), None),
-    _rule,
+    {"student": "rc", "teacher": "rc", "rows": "r"},
+    DivergenceOptions,
+    lambda call, options, student, teacher: divergence_of(prepare(options, student, teacher)),
+    {of: partial(kl_divergence_backward, of=of) for of in ("student", "teacher")},
     dtype=lambda student, teacher, *_: compute_dtype_of(max(student, teacher, key=lambda each: each.itemsize)),
-    uses=[(), ()],
 )
 
 
@@ -134,16 +95,7 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     >>> x.grad.full().round(6)
     array([[-0.25,  0.25]])
     """
-    distributed = {name: x for name, x in (("student", student), ("teacher", teacher)) if isinstance(x, DistArray)}
-    if not distributed:
+    operands = {"student": student, "teacher": teacher}
+    if not any(isinstance(each, DistArray) for each in operands.values()):
         return loss.kl_divergence(student, teacher, **options)
-    checked = Options.of("kl_divergence", options, DivergenceOptions)
-    name, first = next(iter(distributed.items()))
-    axis, shape = normalized_axis(checked.axis, first.ndim), first.shape
-    rows = shape[:axis] + shape[axis + 1 :]
-    given = {"teacher": teacher} if name == "student" else {"student": student}
-    shapes = {"student": shape, "teacher": shape, "rows": rows}
-    others, found = checked_operands({name: first}, given | {"rows": checked.rows}, rows, shape[axis], shapes=shapes)
-    operands = {name: first, **others}
-    parameters = parameters_of(checked, DivergenceOptions) | {"axis": axis} | found
-    return apply_checked(_KL_DIVERGENCE, *(operands[each] for each in shapes if each in operands), **parameters)
+    return _KL_DIVERGENCE.apply(operands, options)

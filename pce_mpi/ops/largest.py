@@ -15,7 +15,7 @@ from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.largest import checked_k, largest
 from pce_mpi.loss.options import AxisOptions, Options, ShardedAxisOptions, takes
-from pce_mpi.ops.options import sharded_options
+from pce_mpi.ops.primitive import axes_of, sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -23,20 +23,15 @@ Shape = tuple[int, ...]
 
 
 def _rule(shape: Shape, axis: int, k: int) -> Rule:
-    labels = tuple(Axis(index) for index in range(len(shape)))
-    axes, lengths = (*labels[:axis], None, *labels[axis + 1 :]), (*shape[:axis], k, *shape[axis + 1 :])
-    return Rule((labels,), axes, lengths, merged=frozenset({axis}))
+    labels = tuple(map(Axis, range(len(shape))))
+    return Rule(
+        (labels,), axes_of("rn", axis, labels), (*shape[:axis], k, *shape[axis + 1 :]), merged=frozenset({axis})
+    )
 
 
 def _argmax_rule(shape: Shape, axis: int) -> Rule:
-    labels = tuple(Axis(index) for index in range(len(shape)))
-    rest = slice(0, axis), slice(axis + 1, None)
-    return Rule(
-        (labels,),
-        tuple(label for part in rest for label in labels[part]),
-        tuple(length for part in rest for length in shape[part]),
-        merged=frozenset({axis}),
-    )
+    labels = tuple(map(Axis, range(len(shape))))
+    return Rule((labels,), axes_of("r", axis, labels), shape[:axis] + shape[axis + 1 :], merged=frozenset({axis}))
 
 
 def _top_k(call: Call, x: Array, axis: int, k: int) -> tuple[Array, Array]:
@@ -52,9 +47,9 @@ def _argmax(call: Call, x: Array, axis: int) -> Array:
 
 
 def _put_rule(g: Shape, classes: Shape, x: Shape, axis: int) -> Rule:
-    labels = tuple(Axis(index) for index in range(len(x)))
-    rows = (*labels[:axis], None, *labels[axis + 1 :])
-    return Rule((rows, rows, labels), labels, x, linear=((0,),))
+    labels = tuple(map(Axis, range(len(x))))
+    taken = axes_of("rn", axis, labels)
+    return Rule((taken, taken, labels), labels, x, linear=((0,),))
 
 
 def _put(call: Call, g: Array, classes: Array, x: Array, axis: int) -> Array:

@@ -2,112 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Unpack
 
-from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.operands import of_array
-from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.loss.chunks import check_product
-from pce_mpi.loss.linear import RowSums, loss_and_sums
-from pce_mpi.loss.options import LinearCrossEntropyOptions, Options, Reduction, takes
+from pce_mpi.loss.linear import loss_and_sums
+from pce_mpi.loss.options import LinearCrossEntropyOptions, Reduction, takes
 from pce_mpi.ops.elementwise import widened
 from pce_mpi.ops.loss import CROSS_ENTROPY
 from pce_mpi.ops.matmul import matmul
-from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.primitive import Primitive, op_of
 from pce_mpi.ops.selection import comparison, where
 from pce_mpi.ops.shape import reshape
 
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
+
+def composed_logits(operands: Mapping[str, DistArray], hidden: DistArray) -> DistArray:
+    """Return the logits from all rows at once: their products have a reproducible form."""
+    logits = matmul(hidden, widened(operands["w"]))
+    return logits + widened(operands["bias"]) if "bias" in operands else logits
 
 
-def _rule(hidden: Shape, w: Shape, targets: Shape, *of_classes: Shape, **_: Any) -> Rule:
-    """Return the rule: rows and classes may be sharded, features not; the loss itself merges and reduces."""
-    rows, classes = tuple(Axis(index) for index in range(len(hidden) - 1)), Axis("classes")
-    operands = ((*rows, None), (None, classes), rows, *((classes,) for _ in of_classes))
-    return Rule(operands, (), (), merged=frozenset({classes.label, *(row.label for row in rows)}))
-
-
-def _linear_cross_entropy(
-    call: Call, hidden: Array, w: Array, targets: Array, *of_classes: Array, biased: bool, **options: Any
-) -> Array:
-    options["bias"] = of_classes[0] if biased else None
-    options["weight"] = next(iter(of_classes[biased:]), None)
-    rows = range(hidden.ndim - 1)
-    all_options = sharded_options(call, "linear_cross_entropy", [1], rows, classes_of=1, **options)
-    loss, call.residuals = loss_and_sums(all_options, hidden, w, targets, with_gradients=any(call.required))
-    return loss
-
-
-def gradient_of(x: DistArray, gradient: Array, partial_over: tuple[str, ...]) -> DistArray:
-    """Return the gradient of an operand."""
-    return DistArray(gradient, x.mesh, x.sharding.with_partial_over(partial_over))
-
-
-def _to_hidden(
-    g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: RowSums, **options: Any
-) -> DistArray:
-    return gradient_of(hidden, residuals.of_hidden(g.local), dims_of_classes(w))
-
-
-def _to_w(
-    g: DistArray, y: DistArray, hidden: DistArray, w: DistArray, *_: DistArray, residuals: RowSums, **options: Any
-) -> DistArray:
-    return gradient_of(w, residuals.of_classes(residuals.gradients.w, g.local), dims_of_rows(hidden))
-
-
-def _to_bias(
-    g: DistArray, y: DistArray, hidden: DistArray, *others: DistArray, residuals: RowSums, **options: Any
-) -> DistArray:
-    _, _, bias, *_ = others
-    return gradient_of(bias, residuals.of_classes(residuals.gradients.bias, g.local), dims_of_rows(hidden))
-
-
-def dims_of_classes(w: DistArray) -> tuple[str, ...]:
-    """Return the dims that shard the classes."""
-    return tuple(dim for dim in w.mesh.dims if dim in w.sharding.dims_of(1))
-
-
-def dims_of_rows(hidden: DistArray) -> tuple[str, ...]:
-    """Return the dims that shard the rows."""
-    rows = range(len(hidden.shape) - 1)
-    return tuple(dim for dim in hidden.mesh.dims if any(dim in hidden.sharding.dims_of(axis) for axis in rows))
-
-
-def _composed(
-    hidden: DistArray,
-    w: DistArray,
-    targets: DistArray,
-    *of_classes: DistArray,
-    biased: bool,
-    **options: Any,
-) -> DistArray:
-    """Compute the loss from all logits at once: their products have a reproducible form."""
+def _composed(operands: Mapping[str, DistArray], **options: Any) -> DistArray:
     del options["chunk"], options["rounded_gradient"]
+    hidden, targets = operands["hidden"], operands["targets"]
     counts = reshape(comparison("not_equal")(targets, options["ignore_index"]), (*targets.shape, 1))
-    logits = matmul(where(counts, widened(hidden), 0.0), widened(w))  # or the gradient of w has 0 times nan
-    if biased:
-        logits = logits + widened(of_classes[0])
-    return apply(CROSS_ENTROPY, logits, targets, *of_classes[biased:], axis=logits.ndim - 1, **options)
+    logits = composed_logits(operands, where(counts, widened(hidden), 0.0))  # or the gradient of w has 0 times nan
+    given = {"logits": logits, **{name: operands[name] for name in ("targets", "weight") if name in operands}}
+    return apply(op_of(CROSS_ENTROPY, tuple(given)), *given.values(), **options)
 
 
-def _op(biased: bool) -> Op:
-    return Op(
-        "linear_cross_entropy",
-        _linear_cross_entropy,
-        (_to_hidden, _to_w, None, _to_bias if biased else None),
-        _rule,
-        dtype=lambda hidden, *_: compute_dtype_of(hidden),
-        uses=[(), (), (), ()],
-        wide_sums=(0,),
-        composition=_composed,
-    )
-
-
-_LINEAR_CROSS_ENTROPY, _BIASED = _op(False), _op(True)
+_LINEAR_CROSS_ENTROPY = Primitive(
+    "linear_cross_entropy",
+    {"hidden": "rf", "w": "fc", "targets": "r", "bias": "c", "weight": "c"},
+    LinearCrossEntropyOptions,
+    lambda call, options, hidden, w, targets: loss_and_sums(options, hidden, w, targets, any(call.required)),
+    {
+        "hidden": lambda g, sums: sums.of_hidden(g),
+        "w": lambda g, sums: sums.of_classes(sums.gradients.w, g),
+        "bias": lambda g, sums: sums.of_classes(sums.gradients.bias, g),
+    },
+    composition=_composed,
+)
 
 
 @operation
@@ -173,14 +111,8 @@ def linear_cross_entropy(
     """
     if not isinstance(w, DistArray):
         raise TypeError(f"w must be a DistArray, got {type(w).__name__}; make one with pce_mpi.distribute")
-    checked = Options.of("linear_cross_entropy", options, LinearCrossEntropyOptions)
-    if isinstance(checked.reduction, str) and checked.reduction == Reduction.NONE:
+    reduction = options.get("reduction")
+    if isinstance(reduction, str) and reduction == Reduction.NONE:
         raise ValueError("reduction must be 'sum' or 'mean', as gradients are computed with the loss, got 'none'")
-    operands = {"hidden": hidden, "w": w}
-    check_product(operands)
-    given = {"targets": targets, "bias": checked.bias, "weight": checked.weight}
-    others, found = checked_operands(operands, given, hidden.shape[:-1], w.shape[1])
-    parameters, biased = parameters_of(checked, LinearCrossEntropyOptions) | found, "bias" in others
-    return apply_checked(
-        _BIASED if biased else _LINEAR_CROSS_ENTROPY, hidden, w, *others.values(), biased=biased, **parameters
-    )
+    check_product({"hidden": hidden, "w": w})
+    return _LINEAR_CROSS_ENTROPY.apply({"hidden": hidden, "w": w, "targets": targets}, options)

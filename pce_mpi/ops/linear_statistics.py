@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from pce_mpi import loss
-from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op
-from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.autograd.op import Call
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.loss.chunks import Gradients, check_product
 from pce_mpi.loss.linear_statistics import LinearStatisticsResiduals, gradients_of, prepared, statistics_of_product
 from pce_mpi.loss.options import LinearSoftmaxOptions, LinearStatisticsOptions, Options, takes
 from pce_mpi.loss.statistics import ClassStatistics
 from pce_mpi.ops.elementwise import widened
-from pce_mpi.ops.linear_loss import dims_of_classes, dims_of_rows, gradient_of
-from pce_mpi.ops.matmul import matmul
-from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, sharded_options
+from pce_mpi.ops.linear_loss import composed_logits
+from pce_mpi.ops.primitive import Primitive, op_of
 from pce_mpi.ops.statistics import CLASS_STATISTICS, detached, upstream_of
 
 Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
-
-
-def _rule(hidden: Shape, w: Shape, *others: Shape, biased: bool, **_: Any) -> Rule:
-    """Return the rule: rows and classes may be sharded, features not; the statistics themselves merge the classes."""
-    rows, classes = tuple(Axis(index) for index in range(len(hidden) - 1)), Axis("classes")
-    of_rows, of_classes = [rows] * (len(others) - biased), [(classes,)] * biased
-    operands = ((*rows, None), (None, classes), *of_rows, *of_classes)
-    return Rule(operands, rows, hidden[:-1], merged=frozenset({classes.label}))
 
 
 class _Residuals:
@@ -40,68 +28,44 @@ class _Residuals:
         self._residuals = residuals
         self._gradients: Gradients | None = None
 
-    def gradients(self, g: tuple[DistArray, ...]) -> Gradients:
+    def gradients(self, g: Sequence[Array]) -> Gradients:
         if self._gradients is None:
-            upstream = upstream_of(g, int(self._residuals.problem.targets is not None))
+            upstream = upstream_of(g, self._residuals.problem)
             self._gradients = gradients_of(self._residuals, *prepared(self._residuals, upstream))
         return self._gradients
 
 
 def _linear_class_statistics(
-    call: Call, hidden: Array, w: Array, *others: Array, biased: bool, **options: Any
-) -> tuple[Array, ...]:
+    call: Call, options: Options, hidden: Array, w: Array, targets: Array | None = None
+) -> tuple[tuple[Array, ...], _Residuals]:
     """Return all statistics but those that are None."""
-    options["bias"] = others[-1] if biased else None
-    rows = range(hidden.ndim - 1)
-    all_options = sharded_options(call, "linear_class_statistics", [1], rows, classes_of=1, **options)
-    targets = others[0] if len(others) > biased else None
-    statistics, residuals = statistics_of_product(all_options, hidden, w, targets)
-    call.residuals = _Residuals(residuals)
-    return tuple(each for each in statistics if each is not None)
+    statistics, residuals = statistics_of_product(options, hidden, w, targets)
+    return tuple(each for each in statistics if each is not None), _Residuals(residuals)
 
 
-def _to_hidden(
-    g: Any, y: Any, hidden: DistArray, w: DistArray, *_: DistArray, residuals: _Residuals, **options: Any
-) -> DistArray:
-    return gradient_of(hidden, residuals.gradients(g).hidden, dims_of_classes(w))
-
-
-def _to_w(
-    g: Any, y: Any, hidden: DistArray, w: DistArray, *_: DistArray, residuals: _Residuals, **options: Any
-) -> DistArray:
-    return gradient_of(w, residuals.gradients(g).w, dims_of_rows(hidden))
-
-
-def _to_bias(g: Any, y: Any, hidden: DistArray, *others: DistArray, residuals: _Residuals, **options: Any) -> DistArray:
-    return gradient_of(others[-1], residuals.gradients(g).bias, dims_of_rows(hidden))
-
-
-def _composed(
-    hidden: DistArray, w: DistArray, *others: DistArray, biased: bool, **options: Any
-) -> tuple[DistArray, ...]:
-    """Compute the statistics from all logits at once: their products have a reproducible form."""
+def _composed(operands: Mapping[str, DistArray], **options: Any) -> tuple[DistArray, ...]:
     del options["chunk"], options["rounded_gradient"]
-    logits = matmul(widened(hidden), widened(w))
-    if biased:
-        logits = logits + widened(others[-1])
+    given = {"logits": composed_logits(operands, widened(operands["hidden"]))}
+    if "targets" in operands:
+        given["targets"] = operands["targets"]
     results: tuple[DistArray, ...] = apply(
-        CLASS_STATISTICS, logits, *others[: len(others) - biased], axis=logits.ndim - 1, support=None, **options
+        op_of(CLASS_STATISTICS, tuple(given)), *given.values(), support=None, **options
     )
     return results
 
 
-@cache
-def _op(with_targets: bool, biased: bool) -> Op:
-    return Op(
-        "linear_class_statistics",
-        _linear_class_statistics,
-        (_to_hidden, _to_w, *[None] * with_targets, *[_to_bias] * biased),
-        _rule,
-        dtype=lambda hidden, *_: compute_dtype_of(hidden),
-        uses=[(), (), (), ()],
-        wide_sums=(0,),
-        composition=_composed,
-    )
+_LINEAR_CLASS_STATISTICS = Primitive(
+    "linear_class_statistics",
+    {"hidden": "rf", "w": "fc", "targets": "r", "bias": "c"},
+    LinearSoftmaxOptions,
+    _linear_class_statistics,
+    {
+        "hidden": lambda g, residuals: residuals.gradients(g).hidden,
+        "w": lambda g, residuals: residuals.gradients(g).w,
+        "bias": lambda g, residuals: residuals.gradients(g).bias,
+    },
+    composition=_composed,
+)
 
 
 @operation
@@ -174,10 +138,6 @@ def linear_class_statistics(
         if not isinstance(each, DistArray):
             kind = type(each).__name__
             raise TypeError(f"{name} must be a DistArray, got {kind}; make one with pce_mpi.distribute")
-    checked = Options.of("linear_class_statistics", options, LinearSoftmaxOptions)
     check_product(operands)
-    given = ({} if targets is None else {"targets": targets}) | {"bias": checked.bias}
-    others, found = checked_operands(operands, given, hidden.shape[:-1], w.shape[1])
-    parameters = parameters_of(checked, LinearSoftmaxOptions) | {"biased": "bias" in others} | found
-    op = _op("targets" in others, "bias" in others)
-    return detached(apply_checked(op, hidden, w, *others.values(), **parameters))
+    given = {} if targets is None else {"targets": targets}
+    return detached(_LINEAR_CLASS_STATISTICS.apply({**operands, **given}, options))

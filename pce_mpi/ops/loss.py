@@ -6,61 +6,23 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of, is_half
-from pce_mpi.autograd.op import Call, Op
+from pce_mpi.arrays import is_half
 from pce_mpi.autograd.operands import of_array, operands_of
-from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.kernels import standard_arithmetic
-from pce_mpi.loss import Residuals, softmax_cross_entropy_backward
+from pce_mpi.loss import softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.options import CrossEntropyOptions, Options, takes
+from pce_mpi.loss.options import CrossEntropyOptions, takes
 from pce_mpi.loss.passes import forward
 from pce_mpi.ops.elementwise import astype, square, widened
-from pce_mpi.ops.options import apply_checked, checked_operands, parameters_of, rule_of_loss, sharded_options
+from pce_mpi.ops.primitive import Primitive
 from pce_mpi.ops.reductions import mean
-from pce_mpi.ops.shape import normalized_axis
 
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
-
-
-def _rule(logits: Shape, targets: Shape, *weight: Shape, axis: int, reduction: str, **_: Any) -> Rule:
-    """Return the rule: logits and targets share rows, and the weight has the classes."""
-    labels = tuple(Axis(index) for index in range(len(logits)))
-    shared = labels if len(targets) == len(logits) else labels[:axis] + labels[axis + 1 :]
-    return rule_of_loss(logits, [labels, shared, *([(labels[axis],)] if weight else [])], axis, reduction)
-
-
-def _cross_entropy(call: Call, logits: Array, targets: Array, *weight: Array, **options: Any) -> Array:
-    axis = options["axis"]
-    rows = [index for index in range(logits.ndim) if index != axis]
-    options["weight"] = weight[0] if weight else None
-    all_options = sharded_options(call, "cross_entropy", [axis], rows, **options)
-    with standard_arithmetic():
-        loss, call.residuals = forward(prepare(all_options, logits, targets))
-    return loss
-
-
-def _to_logits(
-    g: DistArray,
-    y: DistArray,
-    logits: DistArray,
-    targets: DistArray,
-    *weight: DistArray,
-    residuals: Residuals,
-    **options: Any,
-) -> DistArray:
-    return DistArray(softmax_cross_entropy_backward(g.local, residuals), logits.mesh, logits.sharding)
-
-
-CROSS_ENTROPY = Op(
+CROSS_ENTROPY = Primitive(
     "cross_entropy",
-    _cross_entropy,
-    (_to_logits, None, None),
-    _rule,
-    dtype=lambda logits, *_: compute_dtype_of(logits),
-    uses=[()],
+    {"logits": "rc", "targets": "r|rc", "weight": "c"},
+    CrossEntropyOptions,
+    lambda call, options, logits, targets: forward(prepare(options, logits, targets)),
+    {"logits": softmax_cross_entropy_backward},
 )
 
 
@@ -116,12 +78,7 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     >>> logits.grad.placements, logits.grad.full()[0]
     ({'data': Shard(1)}, array([-0.375,  0.125,  0.125,  0.125]))
     """
-    checked = Options.of("cross_entropy", options, CrossEntropyOptions)
-    axis, shape = normalized_axis(checked.axis, logits.ndim), logits.shape
-    given, rows = {"targets": targets, "weight": checked.weight}, shape[:axis] + shape[axis + 1 :]
-    others, found = checked_operands({"logits": logits}, given, rows, shape[axis], probabilities=shape)
-    parameters = parameters_of(checked, CrossEntropyOptions) | {"axis": axis} | found
-    return apply_checked(CROSS_ENTROPY, logits, *others.values(), **parameters)
+    return CROSS_ENTROPY.apply({"logits": logits, "targets": targets}, options)
 
 
 @operation

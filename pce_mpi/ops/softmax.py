@@ -20,7 +20,7 @@ from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.passes import row_softmax, write_probabilities
 from pce_mpi.ops.broadcasting import kept_shape, sum
 from pce_mpi.ops.elementwise import exp, widened
-from pce_mpi.ops.options import sharded_options
+from pce_mpi.ops.primitive import sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray

@@ -10,12 +10,11 @@ from typing import Any, Unpack
 import numpy as np
 
 from pce_mpi import loss
-from pce_mpi.arrays import array_namespace, compute_dtype_of
-from pce_mpi.autograd.op import Call, Op
-from pce_mpi.autograd.rules import Axis, Rule
+from pce_mpi.arrays import array_namespace
+from pce_mpi.autograd.op import Call
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.options import Options, StatisticsOptions, SupportedOptions, takes
+from pce_mpi.loss.problem import Problem
 from pce_mpi.loss.statistics import (
     ClassStatistics,
     StatisticsResiduals,
@@ -23,49 +22,32 @@ from pce_mpi.loss.statistics import (
     statistics_of,
 )
 from pce_mpi.ops.joining import stack
-from pce_mpi.ops.options import (
-    apply_checked,
-    checked_operands,
-    parameters_of,
-    shape_of_several,
-    sharded_options,
-)
+from pce_mpi.ops.primitive import Primitive, shape_of_several
 from pce_mpi.ops.shape import expand_dims, normalized_axis
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
-Shape = tuple[int, ...]
 
 _WITH_GRADIENT = ("log_prob", "entropy", "logsumexp")
 
 
-def _rule(logits: Shape, *targets: Shape, axis: int, **_: Any) -> Rule:
-    labels = tuple(Axis(index) for index in range(len(logits)))
-    rows = labels[:axis] + labels[axis + 1 :]
-    several = (*labels[:axis], None, *labels[axis + 1 :])
-    shape = (*logits[:axis], *logits[axis + 1 :])
-    given = [several if len(each) == len(logits) else rows for each in targets]
-    return Rule((labels, *given), rows, shape, merged=frozenset({labels[axis].label}))
-
-
-def _class_statistics(call: Call, logits: Array, *targets: Array, **options: Any) -> tuple[Array, ...]:
+def _class_statistics(
+    call: Call, options: Options, logits: Array, targets: Array | None = None
+) -> tuple[tuple[Array, ...], StatisticsResiduals]:
     """Return all statistics but those that are None; several log-probabilities a row are one array each."""
-    axis = options["axis"]
-    rows = [index for index in range(logits.ndim) if index != axis]
-    all_options = sharded_options(call, "class_statistics", [axis], rows, **options)
-    if options["support"] is not None:
-        all_options = replace(all_options, support_rows=_rows_here(call, rows))
-    statistics, call.residuals = statistics_of(all_options, logits, *targets)
+    if options.support is not None:
+        options = replace(options, support_rows=_rows_here(call, options.axis))
+    statistics, residuals = statistics_of(options, logits, targets)
     log_prob = statistics.log_prob
-    each = () if log_prob is None else (log_prob,) if log_prob.ndim < logits.ndim else _apart(log_prob, axis)
-    return (*statistics[:3], *each, *statistics[4:])
+    each = () if log_prob is None else (log_prob,) if log_prob.ndim < logits.ndim else _apart(log_prob, options.axis)
+    return (*statistics[:3], *each, *statistics[4:]), residuals
 
 
-def _rows_here(call: Call, axes: list[int]) -> tuple[int, HostArray]:
+def _rows_here(call: Call, axis: int) -> tuple[int, HostArray]:
     """Return the number of all rows, and the numbers of those of this rank."""
     sharding = call.operands[0]
     blocks = sharding.slices(call.mesh.coordinates)
-    shape, mine = tuple(sharding.shape[axis] for axis in axes), tuple(blocks[axis] for axis in axes)
+    shape, mine = sharding.shape[:axis] + sharding.shape[axis + 1 :], blocks[:axis] + blocks[axis + 1 :]
     total = math.prod(shape)
     return total, np.arange(total).reshape(shape)[mine].reshape(-1)
 
@@ -96,40 +78,24 @@ def detached(values: Sequence[DistArray], axis: int | None = None) -> ClassStati
     return statistics._replace(max=statistics.max.detach(), sum_exp=statistics.sum_exp.detach())
 
 
-def upstream_of(g: Sequence[DistArray], count: int, axis: int | None = None) -> dict[str, Array]:
-    """Return this rank's gradients of the statistics that have one, by name; `count` are of log-probabilities."""
-    parts = [each.local for each in g]
-    log_probs = parts[3 : 3 + count]
-    log_prob = (
-        None if not count else log_probs[0] if axis is None else array_namespace(log_probs[0]).stack(log_probs, axis)
-    )
-    given = _named(parts, log_prob, count)
+def upstream_of(g: Sequence[Array], problem: Problem) -> dict[str, Array]:
+    """Return this rank's gradients of the statistics that have one, by name."""
+    axis = problem.options.axis
+    count = 0 if problem.targets is None else problem.targets_shape[axis] if problem.several else 1
+    log_probs = g[3 : 3 + count]
+    log_prob = log_probs[0] if log_probs else None
+    if problem.several and log_probs:
+        log_prob = array_namespace(g[0]).stack(log_probs, axis)
+    given = _named(g, log_prob, count)
     return {name: value for name in _WITH_GRADIENT if (value := getattr(given, name)) is not None}
 
 
-def _to_logits(
-    g: tuple[DistArray, ...],
-    y: tuple[DistArray, ...],
-    logits: DistArray,
-    *targets: DistArray,
-    residuals: StatisticsResiduals,
-    **options: Any,
-) -> DistArray:
-    axis = options["axis"]
-    count, several = 0, None
-    if targets:
-        count, several = (targets[0].shape[axis], axis) if targets[0].ndim == logits.ndim else (1, None)
-    gradient = class_statistics_backward(residuals, **upstream_of(g, count, several))
-    return DistArray(gradient, logits.mesh, logits.sharding)
-
-
-CLASS_STATISTICS = Op(
+CLASS_STATISTICS = Primitive(
     "class_statistics",
+    {"logits": "rc", "targets": "r|rn"},
+    SupportedOptions,
     _class_statistics,
-    (_to_logits, None),
-    _rule,
-    dtype=lambda logits, *_: compute_dtype_of(logits),
-    uses=[()],
+    {"logits": lambda g, residuals: class_statistics_backward(residuals, **upstream_of(g, residuals.problem))},
 )
 
 
@@ -194,12 +160,7 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     """
     if not isinstance(logits, DistArray):
         return loss.class_statistics(logits, targets, **options)
-    checked = Options.of("class_statistics", options, SupportedOptions)
-    axis, shape = normalized_axis(checked.axis, logits.ndim), logits.shape
-    given, rows = {} if targets is None else {"targets": targets}, shape[:axis] + shape[axis + 1 :]
-    several = shape_of_several(targets, "targets", shape, axis)
-    others, found = checked_operands({"logits": logits}, given, several or rows, shape[axis])
-    parameters = parameters_of(checked, SupportedOptions) | {"axis": axis} | found
-    with standard_arithmetic():
-        values = apply_checked(CLASS_STATISTICS, logits, *others.values(), **parameters)
-        return detached(values, axis if several else None)
+    operands = {"logits": logits} if targets is None else {"logits": logits, "targets": targets}
+    values = CLASS_STATISTICS.apply(operands, options)
+    axis = normalized_axis(options.get("axis", -1), logits.ndim)
+    return detached(values, axis if shape_of_several(targets, "targets", logits.shape, axis) else None)
