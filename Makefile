@@ -48,7 +48,7 @@ help:
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
 	@echo 'make soak          run for an hour, and look whether memory, descriptors and communicators grow (MINUTES=5: shorter)'
-	@echo 'make lint          check the code with ruff, mypy and import-linter, and what GitHub reads by its schemas'
+	@echo 'make lint          check the code with ruff, mypy and import-linter, count its lines, and check what GitHub reads'
 	@echo 'make docs          build the pages in docs/ and a reference from the docstrings, as a site in site/'
 	@echo 'make dist          build the sdist and from it the wheel for this machine, into dist/, and try that wheel'
 	@echo 'make wheels        build the wheel of a release by cibuildwheel, into dist/; needs Docker'
@@ -149,6 +149,7 @@ lint: $(installed)/dev
 	$(bin)/ruff check
 	$(bin)/ruff format --check
 	$(bin)/lint-imports --no-logo --no-cache
+	$(bin)/python tests/lines.py
 	$(bin)/mypy --num-workers 2
 	$(schema).github-workflows .github/workflows/*.yml
 	$(schema).github-actions action.yml
