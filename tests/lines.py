@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 23_360,
+    "package, Python": 23_240,
     "package, C++ and CUDA": 4_880,
-    "package, lines of docstrings": 8_430,
-    "package, files of Python": 241,
-    "tests, Python": 35_670,
+    "package, lines of docstrings": 8_440,
+    "package, files of Python": 242,
+    "tests, Python": 35_680,
 }
 
 SUFFIXES = {

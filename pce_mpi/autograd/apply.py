@@ -29,8 +29,7 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.fingerprint import fingerprint_result
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate
-from pce_mpi.distributed.redistribution import steps
-from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.exact.arithmetic import Arithmetic, current
 
 # These run without entering a Python function, several times for every operation.

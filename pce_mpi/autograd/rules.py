@@ -25,8 +25,7 @@ import math
 from typing import NamedTuple
 
 from pce_mpi.distributed.placements import Partial, Placement, ReduceOperator, Replicate, Shard
-from pce_mpi.distributed.redistribution import Step, steps, wire_bytes
-from pce_mpi.distributed.sharding import Sharding, Splits, balanced_splits
+from pce_mpi.distributed.sharding import Sharding, Splits, Step, balanced_splits, steps, wire_bytes
 
 
 class Axis(NamedTuple):

@@ -26,8 +26,9 @@ from pce_mpi.conformance.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.plain import made
 from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.vectors import INDEX, read_results, write
-from pce_mpi.distributed.tensor_files import TensorFile, shortened
+from pce_mpi.distributed.tensor_files import TensorFile
 from pce_mpi.kernels.elementary import VERSION
+from pce_mpi.text import shortened
 
 _FORMAT = {"format": "pce_mpi bits", "arithmetic": VERSION}
 _DTYPES = "float32", "bfloat16", "float16", "float64"

@@ -23,9 +23,10 @@ from pce_mpi.arrays import is_floating
 from pce_mpi.conformance.problems import Array
 from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS
 from pce_mpi.conformance.units import has_dtype
-from pce_mpi.distributed.tensor_files import TensorFile, names_shown, shown
+from pce_mpi.distributed.tensor_files import TensorFile
 from pce_mpi.loss.options import Options, checked_numbers
 from pce_mpi.loss.problem import target_text
+from pce_mpi.text import names_shown, shown
 
 # The results that are one number for a row.
 NUMBERS = ("loss", "log_prob", "entropy")

@@ -34,9 +34,10 @@ from pce_mpi.conformance.problems import Array, Problem
 from pce_mpi.conformance.running import settle
 from pce_mpi.conformance.terms import Gradient
 from pce_mpi.conformance.units import Tolerance
-from pce_mpi.distributed.tensor_files import TensorFile, shortened, shown
+from pce_mpi.distributed.tensor_files import TensorFile
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import check
+from pce_mpi.text import shortened, shown
 
 _FORMAT = {"format": "pce_mpi conformance vectors", "version": 1}
 INDEX = "index.json"

@@ -23,8 +23,9 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.distributed.tensor_files import CODES, TensorFile, names_shown, shown
+from pce_mpi.distributed.tensor_files import CODES, TensorFile
 from pce_mpi.distributed.tensor_writer import Blocks, TensorWriter
+from pce_mpi.text import names_shown, shown
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -15,8 +15,8 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, checked_dtype, owned
 from pce_mpi.distributed.mesh import Mesh, check_mesh
 from pce_mpi.distributed.placements import Placement
-from pce_mpi.distributed.redistribution import run_step, steps
-from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.distributed.redistribution import run_step
+from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.hollow import hollow
 from pce_mpi.scalars import flag, integer, integers
 

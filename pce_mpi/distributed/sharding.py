@@ -1,7 +1,17 @@
 """The sharding of a global array: a placement for each dim of a mesh, and the split points of each sharded axis.
 
 A `Sharding` is a frozen value and knows nothing of arrays or communicators. Two dims that shard the same axis split it
-in mesh order, nested: 10 over 2 x 2 gives 3, 2, 3, 2.
+in mesh order, nested: 10 over 2 x 2 gives 3, 2, 3, 2. `steps` leads from one sharding to another:
+
+    Shard -> Replicate                      all_gather
+    Shard(i) -> Shard(j), other splits      all_to_all
+    Partial -> Replicate                    all_reduce
+    Partial -> Shard                        reduce_scatter
+    Replicate -> Shard                      slice      sends nothing
+    Replicate -> Partial                    keep       sends nothing: one rank keeps a sum, the others hold -0.0
+    Shard -> Partial("sum")                 pad        sends nothing: the other blocks are -0.0, which changes no sum
+
+Everything else goes by way of Replicate.
 """
 
 from __future__ import annotations
@@ -12,6 +22,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, product
 import math
 from types import MappingProxyType
+from typing import Literal
 from weakref import WeakValueDictionary
 
 from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard, shard_range
@@ -265,3 +276,185 @@ def outer_splits(splits: Splits, inner: int) -> Splits:
 def within(outer: tuple[slice, ...], inner: tuple[slice, ...]) -> tuple[slice, ...]:
     """Return the part `inner` of the global array as a part of `outer`, which contains it."""
     return tuple(slice(b.start - a.start, b.stop - a.start) for a, b in zip(outer, inner, strict=True))
+
+
+Verb = Literal["all_gather", "all_to_all", "all_reduce", "reduce_scatter", "slice", "keep", "pad"]
+_SILENT = ("slice", "keep", "pad")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of all ranks along `dims`; `axis` is gathered, sliced, scattered or padded."""
+
+    verb: Verb
+    dims: tuple[str, ...]
+    before: Sharding
+    after: Sharding
+    axis: int | None = None
+
+    @property
+    def sends(self) -> bool:
+        """True if the step communicates."""
+        return self.verb not in _SILENT
+
+    @property
+    def copies(self) -> bool:
+        """True if the result is in memory of its own on every rank."""
+        return self.verb not in ("slice", "keep")
+
+    @cached_property
+    def averaging(self) -> tuple[int, float]:
+        """The divisors of the partials and of their sum, whose product is the number of ranks that are averaged over.
+
+        The first is a power of two. It keeps the sum from overflowing and costs no bit, so that the average of equal
+        whole numbers is that number.
+        """
+        ranks = math.prod(self.before.sizes[dim] for dim in self.dims if self.before.by_dim[dim] == Partial("avg"))
+        power = 1 << (ranks - 1).bit_length()
+        return power, ranks / power
+
+    @cached_property
+    def placement_before(self) -> str:
+        """The placement of `dims` before the step, as text."""
+        return _common(self.before, self.dims)
+
+    @cached_property
+    def placement_after(self) -> str:
+        """The placement of `dims` afterwards, as text."""
+        return _common(self.after, self.dims)
+
+
+def _common(sharding: Sharding, dims: tuple[str, ...]) -> str:
+    return ", ".join(dict.fromkeys(repr(sharding.by_dim[dim]) for dim in dims))
+
+
+@lru_cache(maxsize=4096)
+def steps(source: Sharding, destination: Sharding) -> tuple[Step, ...]:
+    """Return the steps that bring an array from `source` to `destination`; none if they are equal.
+
+    Steps that shrink the array come first, steps that make it grow last. Raises `ValueError` for shardings of different
+    shapes or meshes.
+    """
+    if (source.dims, source.shape) != (destination.dims, destination.shape):
+        raise ValueError(
+            f"cannot redistribute shape {source.shape} over {dict(source.dims)} to {destination.shape} over "
+            f"{dict(destination.dims)}"
+        )
+    taken: list[Step] = []
+    current = source
+    while current != destination:
+        step = _next(current, destination)
+        taken.append(step)
+        current = step.after
+    return tuple(taken)
+
+
+def _next(current: Sharding, destination: Sharding) -> Step:
+    axes = range(len(current.shape))
+    deeper: tuple[tuple[Verb, type[Replicate] | type[Partial]], ...]
+    deeper = ("slice", Replicate), ("reduce_scatter", Partial)
+    for verb, wanted in deeper:
+        for axis in axes:
+            if step := _deepen(current, destination, axis, verb, wanted):
+                return step
+    if dims := tuple(dim for dim in current.partial_dims if current.by_dim[dim] != destination.by_dim[dim]):
+        return Step("all_reduce", dims, current, current.replacing(dict.fromkeys(dims, Replicate())))
+    for axis in axes:
+        if step := _pad(current, destination, axis) or _exchange(current, destination, axis):
+            return step
+    for axis in axes:
+        if step := _gather(current, destination, axis):
+            return step
+    dims = tuple(dim for dim in destination.partial_dims if current.by_dim[dim] != destination.by_dim[dim])
+    return Step("keep", dims, current, current.replacing({dim: destination.by_dim[dim] for dim in dims}))
+
+
+def _depth(current: Sharding, destination: Sharding, axis: int) -> int:
+    """Count the outermost dims of `axis` that split it in `current` as they do in `destination`."""
+    mine, wanted = current.dims_of(axis), destination.dims_of(axis)
+    for depth in range(min(len(mine), len(wanted)), 0, -1):
+        if mine[:depth] == wanted[:depth] and _outer(current, axis, depth) == _outer(destination, axis, depth):
+            return depth
+    return 0
+
+
+def _outer(sharding: Sharding, axis: int, depth: int) -> Splits | None:
+    """Return the split points of `axis` if only its `depth` outermost dims split it."""
+    splits = sharding.splits[axis]
+    if splits is None or depth == 0:
+        return None
+    return outer_splits(splits, sharding.parts(sharding.dims_of(axis)[depth:]))
+
+
+def _deepen(
+    current: Sharding, destination: Sharding, axis: int, verb: Verb, wanted: type[Replicate] | type[Partial]
+) -> Step | None:
+    """Split `axis` over the next `wanted` dims of `destination`, if all dims before them are right."""
+    have = current.dims_of(axis)
+    depth = _depth(current, destination, axis)
+    if depth < len(have):
+        return None
+    dims: list[str] = []
+    for dim in destination.dims_of(axis)[depth:]:
+        if not isinstance(current.by_dim[dim], wanted):
+            break
+        dims.append(dim)
+    if not dims:
+        return None
+    splits = _outer(destination, axis, depth + len(dims))
+    after = current.replacing(dict.fromkeys(dims, Shard(axis)), {axis: splits})
+    return Step(verb, tuple(dims), current, after, axis)
+
+
+def _pad(current: Sharding, destination: Sharding, axis: int) -> Step | None:
+    have = current.dims_of(axis)
+    if not have or destination.by_dim[have[-1]] != Partial("sum"):
+        return None
+    after = current.replacing({have[-1]: Partial("sum")}, {axis: _outer(current, axis, len(have) - 1)})
+    return Step("pad", have[-1:], current, after, axis)
+
+
+def _exchange(current: Sharding, destination: Sharding, axis: int) -> Step | None:
+    """Return the all_to_all that changes the split points of `axis`, or shards another axis instead."""
+    have, wanted = current.dims_of(axis), destination.dims_of(axis)
+    if not have:
+        return None
+    if have == wanted[: len(have)] and _depth(current, destination, axis) < len(have):
+        return Step(
+            "all_to_all", have, current, current.replacing({}, {axis: _outer(destination, axis, len(have))}), axis
+        )
+    last = have[-1]
+    there = destination.by_dim[last]
+    if not isinstance(there, Shard) or there.axis == axis:
+        return None
+    depth = _depth(current, destination, there.axis)
+    if depth < len(current.dims_of(there.axis)) or destination.dims_of(there.axis)[depth] != last:
+        return None
+    splits = {axis: _outer(current, axis, len(have) - 1), there.axis: _outer(destination, there.axis, depth + 1)}
+    return Step("all_to_all", (last,), current, current.replacing({last: there}, splits), axis)
+
+
+def _gather(current: Sharding, destination: Sharding, axis: int) -> Step | None:
+    depth = _depth(current, destination, axis)
+    dims = current.dims_of(axis)[depth:]
+    if not dims:
+        return None
+    after = current.replacing(dict.fromkeys(dims, Replicate()), {axis: _outer(current, axis, depth)})
+    return Step("all_gather", dims, current, after, axis)
+
+
+def wire_bytes(step: Step, itemsize: int) -> float:
+    """Return the least bytes that a rank sends, on average, by the well-known algorithms; `itemsize` in bytes.
+
+    For P ranks that hold n bytes together: all_reduce 2 (P-1)/P n, all_gather and reduce_scatter (P-1)/P n, all_to_all
+    (P-1)/P**2 n.
+    """
+    if not step.sends:
+        return 0.0
+    parts = step.before.parts(step.dims)
+    sharded = step.after if step.verb == "all_gather" else step.before
+    blocks = math.prod(size for dim, size in sharded.dims if isinstance(sharded.by_dim[dim], Shard))
+    together = math.prod(sharded.shape) * itemsize / blocks
+    if step.verb == "all_to_all":
+        return together * (parts - 1) / parts  # `together` is n / P bytes here
+    return together * (parts - 1) / parts * (2 if step.verb == "all_reduce" else 1)

@@ -14,7 +14,6 @@ import math
 import os
 from pathlib import Path
 import re
-import reprlib
 import stat
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -23,6 +22,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
+from pce_mpi.text import shortened, shown
 
 HostArray = np.ndarray[Any, Any]
 
@@ -59,26 +59,6 @@ _OTHER_FORMATS = {
 }
 # The number of bytes that are read at a time, unless a block is longer.
 _AT_A_TIME = 2**18
-
-_LONG, _MANY = 100, 20
-_repr = reprlib.Repr()
-_repr.maxstring = _repr.maxother = _LONG
-
-
-def shown(value: Any) -> str:
-    """Return `repr(value)`, or the ends of a long or deep one."""
-    return _repr.repr(value)
-
-
-def shortened(text: str) -> str:
-    """Return `text`, or the ends of a long one."""
-    return text if len(text) <= 2 * _LONG else f"{text[:_LONG]}...{text[-_LONG:]}"
-
-
-def names_shown(names: Sequence[Any]) -> str:
-    """Return the first names as text for a message."""
-    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
-    return ", ".join(map(shown, names[:_MANY])) + more
 
 
 def kind_of_file(mode: int) -> str:

@@ -18,10 +18,10 @@ from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Shard
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.distributed.tensor_files import names_shown, shown
 from pce_mpi.hollow import Hollow, enter
 from pce_mpi.optim.parameters import Parameters, block_of, blocks, check_parameters, in_groups
 from pce_mpi.optim.synchronization import meshes_of, synchronize
+from pce_mpi.text import names_shown, shown
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

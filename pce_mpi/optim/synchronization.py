@@ -23,8 +23,7 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial
-from pce_mpi.distributed.redistribution import Step, Verb, steps
-from pce_mpi.distributed.sharding import Coordinates, Sharding, within
+from pce_mpi.distributed.sharding import Coordinates, Sharding, Step, Verb, steps, within
 from pce_mpi.exact.arithmetic import current
 from pce_mpi.hollow import enter
 

@@ -18,8 +18,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.creation import distribute, from_local
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
-from pce_mpi.distributed.redistribution import Step, steps
-from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.distributed.sharding import Sharding, Step, steps
 from pce_mpi.exact import arithmetic
 from ranks.grids import (
     MEMORY_ORDERS,

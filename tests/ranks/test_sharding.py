@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard
-from pce_mpi.distributed.redistribution import steps, wire_bytes
-from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.distributed.sharding import Sharding, steps, wire_bytes
 from ranks.grids import nested, placements_of, ranks_of, spread
 
 SQUARE = (("data", 2), ("model", 2))
