@@ -37,8 +37,8 @@ import pce_mpi as pce
 from pce_mpi.cli.arguments import positive, writable_file
 from pce_mpi.cli.progress import progress
 from pce_mpi.comm.launch import why_apart
-from pce_mpi.conformance.launching import mpiexec, number_of_cores, settings
 from pce_mpi.conformance.reports.tables import Cell, table
+from pce_mpi.jobs.mpiexec import mpiexec, number_of_cores, settings
 from pce_mpi.kernels import kernel_text
 from pce_mpi.loss.options import LossOptions
 from pce_mpi.pictures import new_figure

@@ -3,7 +3,7 @@
 import os
 import time
 
-from pce_mpi.conformance.launching import number_of_cores
+from pce_mpi.jobs.mpiexec import number_of_cores
 
 
 def slowdown(more: int = 0) -> float:

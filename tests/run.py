@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from jobs.launch import ROOT, end_with_stacks, job_command, job_environment, stop
 from patience import Patience
-from pce_mpi.conformance.launching import memory_shared_by, number_of_cores
+from pce_mpi.jobs.mpiexec import memory_shared_by, number_of_cores
 
 TESTS = ROOT / "tests"
 RANKS = TESTS / "ranks"

@@ -25,7 +25,7 @@ from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.board import timeout_seconds
 from pce_mpi.comm.launch import launch, why_apart
 from pce_mpi.comm.library import check_mpi, told_gpu_aware
-from pce_mpi.conformance.texts import bounded
+from pce_mpi.conformance.text import bounded
 from pce_mpi.exact.arithmetic import check_settings
 
 if TYPE_CHECKING:

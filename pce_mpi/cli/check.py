@@ -13,12 +13,12 @@ from pce_mpi.cli.arguments import natural
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause, trace
 from pce_mpi.conformance import Offer, Outcome, Tolerance, Verdict, cases, offers, run_case
-from pce_mpi.conformance.adapters.ours import ForwardAndBackward, ValueAndGrad
-from pce_mpi.conformance.fitting import problem_of
+from pce_mpi.conformance.candidates.adapters.ours import ForwardAndBackward, ValueAndGrad
+from pce_mpi.conformance.candidates.fitting import problem_of
+from pce_mpi.conformance.problems.cases import OPTIONS
+from pce_mpi.conformance.problems.tolerances import allowed, ulp
 from pce_mpi.conformance.reports.summary import problem
 from pce_mpi.conformance.reports.tables import Cell, table
-from pce_mpi.conformance.terms import OPTIONS
-from pce_mpi.conformance.units import allowed, ulp
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.kernels import kernel_text
 from pce_mpi.loss import (

@@ -25,14 +25,14 @@ from pce_mpi.cli.arguments import positive
 from pce_mpi.cli.conformance_options import FILES, add_arguments
 from pce_mpi.cli.progress import Bar
 from pce_mpi.comm.launch import launch
-from pce_mpi.conformance.adapters import NAMED_CANDIDATES, missing_framework
-from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
-from pce_mpi.conformance.cases import fits
-from pce_mpi.conformance.launching import LaunchError, most_ranks, number_of_cores
-from pce_mpi.conformance.orders import Orders, names_of_all_cases
-from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
-from pce_mpi.conformance.reports import files, json_file, listing, terminal
-from pce_mpi.conformance.texts import bounded, visible
+from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES, missing_framework
+from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
+from pce_mpi.conformance.problems.cases import fits
+from pce_mpi.conformance.reports import files, json_file, terminal
+from pce_mpi.conformance.runs.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
+from pce_mpi.conformance.runs.orders import Orders, names_of_all_cases
+from pce_mpi.conformance.text import bounded, visible
+from pce_mpi.jobs.mpiexec import LaunchError, most_ranks, number_of_cores
 
 __all__ = ["add_arguments", "run", "status_as_rank"]
 
@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
         print(_listed(orders, timeout, display))
         return 0
     if options.export is not None:
-        from pce_mpi.conformance import bit_vectors, vectors
+        from pce_mpi.conformance.offline import bit_vectors, vectors
 
         with _naming("--export", OSError, ValueError):
             some: dict[str, Any] = {"ranks": options.ranks, "pattern": orders.patterns, "dtypes": orders.dtypes}
@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
     if options.report is not None:
         report = _earlier(options.report)
     elif options.vectors is not None:
-        from pce_mpi.conformance import bit_vectors, vectors
+        from pce_mpi.conformance.offline import bit_vectors, vectors
 
         with _naming("--vectors and --results", OSError, ValueError):
             settings: dict[str, Any] = {"strict": orders.strict, "tolerance": orders.tolerance}
@@ -330,9 +330,9 @@ def _listed(orders: Orders, timeout: float, display: _Display) -> str:
     """List the selected cases with the fault that each catches and, for a candidate, its offer."""
     width = shutil.get_terminal_size((120, 24)).columns
     if not orders.candidate:
-        return visible(listing.render(orders.cases_of_all_kinds(), width=width))
+        return visible(terminal.listing(orders.cases_of_all_kinds(), width=width))
     offer = asked_offer(orders, timeout=timeout, display=display)
-    return visible(listing.render(orders.cases(offer).values(), offer, width))
+    return visible(terminal.listing(orders.cases(offer).values(), offer, width))
 
 
 def _renderers(options: argparse.Namespace) -> dict[Path, Callable[[Report], str]]:

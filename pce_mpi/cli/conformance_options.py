@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from pce_mpi.cli.arguments import natural, positive, positive_real, writable_file
-from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
-from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT
-from pce_mpi.conformance.terms import DTYPES
+from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
+from pce_mpi.conformance.problems.cases import DTYPES
+from pce_mpi.conformance.runs.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT
 
 # The option of each form of the report, its module in `conformance.reports`, and its description.
 FILES = {

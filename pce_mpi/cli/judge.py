@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pce_mpi.cli.progress import Bar
-from pce_mpi.conformance.differences import PARTS, Differences
-from pce_mpi.conformance.measuring import Judge, Judged
-from pce_mpi.conformance.pieces import pieces
-from pce_mpi.conformance.problems import row_name
-from pce_mpi.conformance.recordings import Recording
+from pce_mpi.conformance.offline.differences import PARTS, Differences
+from pce_mpi.conformance.offline.measuring import Judge, Judged
+from pce_mpi.conformance.offline.recordings import Recording, pieces
+from pce_mpi.conformance.problems.problem import row_name
 from pce_mpi.conformance.reports.tables import Cell, table
-from pce_mpi.conformance.texts import bounded, visible
+from pce_mpi.conformance.text import bounded, visible
 
 if TYPE_CHECKING:
     from mpi4py import MPI

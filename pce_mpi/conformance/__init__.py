@@ -14,15 +14,14 @@ In pytest, started on any number of ranks:
 A function in torch or JAX becomes a candidate by `adapted`. Importing this package does not start MPI.
 """
 
-from pce_mpi.conformance.adapters import adapted
-from pce_mpi.conformance.cases import Case
-from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.loading import load
-from pce_mpi.conformance.offers import Offer, offer_of, offers
-from pce_mpi.conformance.outcomes import Outcome, Verdict
-from pce_mpi.conformance.running import assert_conforms, run_case
-from pce_mpi.conformance.terms import Gradient
-from pce_mpi.conformance.units import Tolerance
+from pce_mpi.conformance.candidates.adapters import adapted
+from pce_mpi.conformance.candidates.catalogue import cases
+from pce_mpi.conformance.candidates.loading import load
+from pce_mpi.conformance.candidates.offers import Offer, offer_of, offers
+from pce_mpi.conformance.judging.outcomes import Outcome, Verdict
+from pce_mpi.conformance.problems.cases import Case, Gradient
+from pce_mpi.conformance.problems.tolerances import Tolerance
+from pce_mpi.conformance.runs.running import assert_conforms, run_case
 
 __all__ = [
     "Case",

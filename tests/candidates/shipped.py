@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.running import run_case
+from pce_mpi.conformance.candidates.catalogue import cases
+from pce_mpi.conformance.runs.running import run_case
 
 
 class Shipped(NamedTuple):

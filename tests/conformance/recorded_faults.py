@@ -10,9 +10,9 @@ from safetensors.numpy import save_file
 from candidates.wild import megatron, unshifted
 from candidates.wrong import numbers, options, probabilities, rows, special_values
 from pce_mpi.conformance import cases, offer_of, run_case
-from pce_mpi.conformance.fitting import problem_of
-from pce_mpi.conformance.kinds import KINDS
-from pce_mpi.conformance.procedures import PROCEDURES, Trial
+from pce_mpi.conformance.candidates.fitting import problem_of
+from pce_mpi.conformance.problems.kinds import KINDS
+from pce_mpi.conformance.runs.procedures import PROCEDURES, Trial
 
 # Each candidate with a case that shows its fault.
 FAULTS = [

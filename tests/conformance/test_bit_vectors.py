@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from conformance.command import conformance
-from pce_mpi.conformance import bit_vectors
-from pce_mpi.conformance.outcomes import Verdict
+from pce_mpi.conformance.judging.outcomes import Verdict
+from pce_mpi.conformance.offline import bit_vectors
 
 DIGESTS = Path(__file__).with_suffix(".json")
 

@@ -9,7 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from pce_mpi.conformance import bit_vectors
+from pce_mpi.conformance.offline import bit_vectors
 
 SOURCE = Path(__file__).with_name("bits.c")
 DTYPES = ["float64", "float32", "float16", "bfloat16"]

@@ -17,17 +17,16 @@ import pytest
 from jobs.launch import complete
 from pce_mpi import dense
 from pce_mpi.conformance import Gradient, Offer, Outcome, Verdict, cases, load, offer_of, offers
-from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, adapted
-from pce_mpi.conformance.cases import Cases, Expects, Needs
-from pce_mpi.conformance.catalogue import catalogue
-from pce_mpi.conformance.drawing import chunks, random_problem
-from pce_mpi.conformance.fitting import problem_of, unmet_need
-from pce_mpi.conformance.kinds import KINDS
-from pce_mpi.conformance.kinds.log_prob import exact_statistic
-from pce_mpi.conformance.offers import EVERYTHING
-from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding
-from pce_mpi.conformance.plain import made, plain
-from pce_mpi.conformance.terms import DTYPES, OPTIONS, REDUCTIONS, Shards
+from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, adapted
+from pce_mpi.conformance.candidates.catalogue import catalogue
+from pce_mpi.conformance.candidates.fitting import problem_of, unmet_need
+from pce_mpi.conformance.candidates.offers import EVERYTHING
+from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding
+from pce_mpi.conformance.problems.cases import DTYPES, OPTIONS, REDUCTIONS, Cases, Expects, Needs, Shards
+from pce_mpi.conformance.problems.generators import chunks, random_problem
+from pce_mpi.conformance.problems.kinds import KINDS
+from pce_mpi.conformance.problems.kinds.statistics import exact_statistic
+from pce_mpi.conformance.serialization import from_json, to_json
 
 ALL = cases(EVERYTHING)
 
@@ -505,9 +504,9 @@ def test_outcome_survives_json():
         splits=(0, 1, 2),
         picture=picture,
     )
-    given = plain(outcome)
+    given = to_json(outcome)
     assert given["verdict"] == "FAIL" and given["picture"]["errors"] == [[0.5, "inf"]]
-    assert made(Outcome, given) == outcome
+    assert from_json(Outcome, given) == outcome
     for path, wrong, said in [
         (["rows"], "6", "int is due, got str"),
         (["verdict"], "perhaps", "'perhaps' is not a valid Verdict"),
@@ -517,13 +516,13 @@ def test_outcome_survives_json():
         (["accuracies", 0, "error"], "much", "could not convert"),
         (["picture", "errors", 0, 1], None, "NoneType"),
     ]:
-        damaged = plain(outcome)
+        damaged = to_json(outcome)
         place = functools.reduce(operator.getitem, path[:-1], damaged)
         place[path[-1]] = wrong
         with pytest.raises((TypeError, ValueError), match=re.escape(said)):
-            made(Outcome, damaged)
+            from_json(Outcome, damaged)
     with pytest.raises(TypeError, match=r"missing .* 'catches'"):
-        made(Outcome, {"case": "a", "verdict": "pass"})
+        from_json(Outcome, {"case": "a", "verdict": "pass"})
     assert outcome.failed and outcome.family == "weight"
 
 

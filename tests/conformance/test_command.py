@@ -14,15 +14,15 @@ from conformance.command import CONFORMANCE, conformance, processes_of, started,
 from jobs.launch import ROOT, complete, launch, output_of
 from patience import slowdown, wait_until
 from pce_mpi.conformance import offers
-from pce_mpi.conformance.batches import DEFAULT_TIMEOUT, rerun_command
-from pce_mpi.conformance.catalogue import catalogue
-from pce_mpi.conformance.kinds import KINDS
-from pce_mpi.conformance.launching import LaunchError, mpiexec
-from pce_mpi.conformance.loading import check_call
-from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.orders import Orders
-from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
-from pce_mpi.conformance.terms import DTYPES
+from pce_mpi.conformance.candidates.catalogue import catalogue
+from pce_mpi.conformance.candidates.loading import check_call
+from pce_mpi.conformance.candidates.offers import Offer
+from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
+from pce_mpi.conformance.problems.cases import DTYPES
+from pce_mpi.conformance.problems.kinds import KINDS
+from pce_mpi.conformance.runs.batches import DEFAULT_TIMEOUT, rerun_command
+from pce_mpi.conformance.runs.orders import Orders
+from pce_mpi.jobs.mpiexec import LaunchError, mpiexec
 
 
 def test_interrupted_run_reports_outcomes_so_far(tmp_path):

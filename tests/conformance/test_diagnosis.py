@@ -9,13 +9,13 @@ import pytest
 
 from candidates.by_hand import candidate
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance.cases import Expects
-from pce_mpi.conformance.catalogue import catalogue
-from pce_mpi.conformance.diagnosis import explain
-from pce_mpi.conformance.fitting import problem_of
-from pce_mpi.conformance.kinds.loss import LOSS
-from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.textbook import Textbook
+from pce_mpi.conformance.candidates.catalogue import catalogue
+from pce_mpi.conformance.candidates.fitting import problem_of
+from pce_mpi.conformance.candidates.offers import Offer
+from pce_mpi.conformance.judging.diagnosis import explain
+from pce_mpi.conformance.problems.cases import Expects
+from pce_mpi.conformance.problems.kinds.loss import LOSS
+from pce_mpi.conformance.problems.textbook import Textbook
 from ranks.test_conformance_catches import PLANTED
 from ranks.test_conformance_wild import SHIPPED
 import ulps

@@ -22,7 +22,7 @@ import signal
 import time
 
 import pce_mpi as pce
-from pce_mpi.conformance.offers import offers
+from pce_mpi.conformance.candidates.offers import offers
 
 
 @offers(options=("weight", "label_smoothing", "z_loss", "logit_scale", "softcap"))

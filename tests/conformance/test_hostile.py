@@ -12,19 +12,19 @@ from conformance.command import CONFORMANCE, conformance
 from conformance.test_reports import PASS, report
 from jobs.launch import ROOT, complete
 from pce_mpi.cli import main
-from pce_mpi.conformance.following import Launch, Run
-from pce_mpi.conformance.journal import Follower, Journal, beginnings
-from pce_mpi.conformance.orders import Orders
-from pce_mpi.conformance.outcomes import Outcome, Verdict
-from pce_mpi.conformance.plain import plain
+from pce_mpi.conformance.judging.outcomes import Outcome, Verdict
 from pce_mpi.conformance.reports import json_file
+from pce_mpi.conformance.runs.following import Launch, Run
+from pce_mpi.conformance.runs.journal import Follower, Journal, beginnings
+from pce_mpi.conformance.runs.orders import Orders
+from pce_mpi.conformance.serialization import to_json
 
 # Each misbehaves, and then returns what is right unless it raises.
 CANDIDATE = """
 import os, sys
 import numpy as np
 import pce_mpi as pce
-from pce_mpi.conformance.offers import offers
+from pce_mpi.conformance.candidates.offers import offers
 
 
 @offers(options=("weight", "label_smoothing", "z_loss", "logit_scale", "softcap"))
@@ -106,7 +106,7 @@ def test_damage_behind_outcomes_is_charged_to_its_case(number, verdicts):
         return {"event": "started", "task": task, "printed": 0}
 
     tasks = ["reduction/mean", "random-logits/float32"]
-    passed = [{"event": "outcome", "outcome": plain(Outcome(task, "", Verdict.PASS))} for task in tasks]
+    passed = [{"event": "outcome", "outcome": to_json(Outcome(task, "", Verdict.PASS))} for task in tasks]
     first = [{"event": "ready", "offer": {}, "versions": {}}, started(0), passed[0], started(1), passed[1]]
     # The file of rank 0 is read last, and may have what came after the damage.
     reads = [

@@ -8,13 +8,13 @@ import pytest
 
 from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance import Gradient, Offer, Tolerance, cases
-from pce_mpi.conformance.fitting import problem_of
-from pce_mpi.conformance.judging import Answer, judge
-from pce_mpi.conformance.kinds.loss import LOSS
-from pce_mpi.conformance.outcomes import Finding
-from pce_mpi.conformance.problems import Problem
-from pce_mpi.conformance.terms import DTYPES
-from pce_mpi.conformance.units import ulp
+from pce_mpi.conformance.candidates.fitting import problem_of
+from pce_mpi.conformance.judging.judge import Answer, judge
+from pce_mpi.conformance.judging.outcomes import Finding
+from pce_mpi.conformance.problems.cases import DTYPES
+from pce_mpi.conformance.problems.kinds.loss import LOSS
+from pce_mpi.conformance.problems.problem import Problem
+from pce_mpi.conformance.problems.tolerances import ulp
 import ulps
 
 USUAL, STRICT = Tolerance(), Tolerance(strict=True)

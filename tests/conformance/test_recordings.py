@@ -17,14 +17,14 @@ from jobs.launch import ROOT, complete, launch
 from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
 from pce_mpi.cli import judge
-from pce_mpi.conformance import measuring, pieces
-from pce_mpi.conformance.comparing import Losses
-from pce_mpi.conformance.differences import PARTS, Differences
-from pce_mpi.conformance.kinds import KINDS
-from pce_mpi.conformance.measuring import Judge
-from pce_mpi.conformance.problems import Problem
-from pce_mpi.conformance.recordings import Recording
-from pce_mpi.conformance.units import Tolerance
+from pce_mpi.conformance.judging.comparing import Losses
+from pce_mpi.conformance.offline import measuring, recordings
+from pce_mpi.conformance.offline.differences import PARTS, Differences
+from pce_mpi.conformance.offline.measuring import Judge
+from pce_mpi.conformance.offline.recordings import Recording
+from pce_mpi.conformance.problems.kinds import KINDS
+from pce_mpi.conformance.problems.problem import Problem
+from pce_mpi.conformance.problems.tolerances import Tolerance
 
 ROWS, CLASSES, RANKS = (2, 3), 10, 2
 SPLITS = (0, 4, 10)
@@ -120,7 +120,7 @@ def test_errors_are_those_of_the_kit(tmp_path, options, reduction):
 def test_wrong_rows_among_many_are_named(tmp_path, monkeypatch):
     """The rows are read in many pieces, and only some are compared with known faults."""
     monkeypatch.setattr(measuring, "LOGITS", 200)
-    monkeypatch.setattr(pieces, "LOGITS", 70)
+    monkeypatch.setattr(recordings, "LOGITS", 70)
     logits, targets = drawn(rows=(30, 10))
     log_prob = dense.class_statistics(logits, targets).log_prob.astype(np.float32)
     log_prob[17:, :] *= np.float32(1.5)

@@ -13,9 +13,9 @@ from conformance.command import CONFORMANCE, conformance
 from conformance.test_reports import FAIL, PASS, outcome, report
 from jobs.launch import complete
 from pce_mpi.cli import main
-from pce_mpi.conformance.outcomes import Finding, Verdict
+from pce_mpi.conformance.judging.outcomes import Finding, Verdict
 from pce_mpi.conformance.reports import files, json_file
-from pce_mpi.conformance.stacks import error_text
+from pce_mpi.conformance.text import error_text
 
 SURROGATE = outcome("nan/row", Verdict.REFUSED, ("raised", "ValueError: half a pair \udcff \x1b]0;title\x07 \x9b2J"))
 SENTENCE = "2 of 3 cases failed"

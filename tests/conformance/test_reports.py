@@ -16,11 +16,11 @@ import pytest
 
 from jobs.launch import complete
 from pce_mpi.cli.conformance import _Display
-from pce_mpi.conformance.catalogue import cases, catalogue
-from pce_mpi.conformance.fitting import unmet_need
-from pce_mpi.conformance.offers import EVERYTHING, Offer
-from pce_mpi.conformance.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
-from pce_mpi.conformance.reports import html, json_file, junit, listing, markdown, pictures, terminal
+from pce_mpi.conformance.candidates.catalogue import cases, catalogue
+from pce_mpi.conformance.candidates.fitting import unmet_need
+from pce_mpi.conformance.candidates.offers import EVERYTHING, Offer
+from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.reports import html, json_file, junit, markdown, pictures, terminal
 
 # Text that would break the page, the table or the terminal, if it were not escaped.
 HOSTILE = "</p><script>alert(1)</script> *not* _this_ | `that` $x$ & more"
@@ -440,7 +440,7 @@ def test_only_the_page_needs_more_packages():
 import sys
 for name in ("jinja2", "matplotlib", "markupsafe", "safetensors", "mpi4py.MPI"):
     sys.modules[name] = None
-import pce_mpi.conformance.vectors
+import pce_mpi.conformance.offline.vectors
 from pce_mpi.conformance.reports import json_file, junit, markdown, terminal
 try:
     from pce_mpi.conformance.reports import html
@@ -479,11 +479,11 @@ def test_markdown_has_the_text_below_a_heading():
 
 def test_list_has_a_line_for_each_case():
     found = cases(pattern=["random-logits", "zero-rows"])
-    text = listing.render(found, width=60)
+    text = terminal.listing(found, width=60)
     assert max(map(len, text.splitlines())) <= 60
     assert [line.split()[0] for line in text.splitlines() if not line.startswith(" ")] == [case.name for case in found]
     assert " ".join(text.split()).count(found[0].catches) == 1
-    lines = listing.render(found, Offer(reductions=("mean",))).splitlines()
+    lines = terminal.listing(found, Offer(reductions=("mean",))).splitlines()
     offered = {line.split()[0]: line.split(maxsplit=2)[2] for line in lines if not line.startswith(" ")}
     assert offered["random-logits/float32"] == offered["zero-rows/mean"] == "offered"
     assert offered["random-logits/float64"] == "not offered: float64"
@@ -492,7 +492,7 @@ def test_list_has_a_line_for_each_case():
 
 def test_list_says_which_cases_compare_bits():
     found = cases(pattern=["random-logits/float32", "target-out-of-range/far", "gathered-logits"])
-    lines = listing.render(found, Offer(same_bits=True)).splitlines()
+    lines = terminal.listing(found, Offer(same_bits=True)).splitlines()
     offered = {line.split()[0]: line.split(maxsplit=2)[2] for line in lines if not line.startswith(" ")}
     assert offered["random-logits/float32"] == "offered, to the bits of one rank"
     assert offered["target-out-of-range/far"] == offered["gathered-logits"] == "offered"

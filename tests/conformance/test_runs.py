@@ -9,9 +9,9 @@ import pytest
 from conformance.command import conformance, processes_of, started
 from jobs.launch import ROOT, complete, output_of
 from patience import wait_until
-from pce_mpi.conformance.journal import Follower, Journal
-from pce_mpi.conformance.launching import memory_shared_by
-from pce_mpi.conformance.stacks import innermost
+from pce_mpi.conformance.runs.journal import Follower, Journal
+from pce_mpi.conformance.text import innermost
+from pce_mpi.jobs.mpiexec import memory_shared_by
 from pce_mpi.leftovers import new_folder
 
 RIGHT = """

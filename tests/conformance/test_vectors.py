@@ -11,9 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from pce_mpi import dense
-from pce_mpi.conformance import cases, judging, vectors
-from pce_mpi.conformance.offers import EVERYTHING
-from pce_mpi.conformance.outcomes import Verdict
+from pce_mpi.conformance import cases, judging
+from pce_mpi.conformance.candidates.offers import EVERYTHING
+from pce_mpi.conformance.judging.outcomes import Verdict
+from pce_mpi.conformance.offline import vectors
 
 # A few of each kind: every dtype, weights, upstream gradients, probabilities, other axes, nan, refusals, no rows.
 PATTERNS = [

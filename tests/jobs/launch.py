@@ -15,7 +15,7 @@ import time
 from typing import Any, NamedTuple
 
 from patience import Patience
-from pce_mpi.conformance.launching import mpiexec, number_of_cores, settings
+from pce_mpi.jobs.mpiexec import mpiexec, number_of_cores, settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ import time
 
 from jobs.launch import stop
 from patience import Patience
-from pce_mpi.conformance.launching import number_of_cores
+from pce_mpi.jobs.mpiexec import number_of_cores
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo")
 

@@ -14,7 +14,7 @@ from numpydoc.docscrape import NumpyDocString
 import pce_mpi
 from pce_mpi.cli import _parser
 import pce_mpi.conformance
-from pce_mpi.conformance.kinds import KINDS
+from pce_mpi.conformance.problems.kinds import KINDS
 import pce_mpi.loss
 
 

@@ -19,7 +19,7 @@ from jobs.launch import ROOT, complete, job_command, job_environment, launch
 from patience import slowdown
 import pce_mpi
 from pce_mpi.cli import main
-from pce_mpi.conformance.launching import mpiexec
+from pce_mpi.jobs.mpiexec import mpiexec
 from pce_mpi.loss.options import CrossEntropyOptions
 
 COMMAND = ["-m", "pce_mpi"]

@@ -25,8 +25,8 @@ from jobs.launch import ROOT, complete, job_environment, launch, launch_source
 from jobs.test_house import FOLDERS
 import pce_mpi
 from pce_mpi.cli import _parser
-from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
-from pce_mpi.conformance.launching import mpiexec
+from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
+from pce_mpi.jobs.mpiexec import mpiexec
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")

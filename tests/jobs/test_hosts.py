@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from jobs.launch import complete, job_environment
-from pce_mpi.conformance.launching import mpiexec
+from pce_mpi.jobs.mpiexec import mpiexec
 
 SCRIPT = Path(__file__).with_name("hosts.sh")
 

@@ -12,7 +12,7 @@ import pytest
 from cuda_on_host.module import RawModule
 from jobs.launch import ROOT
 import pce_mpi as pce
-from pce_mpi.conformance import bit_vectors
+from pce_mpi.conformance.offline import bit_vectors
 from pce_mpi.kernels.compilation import OPTIONS
 import strict_cupy
 

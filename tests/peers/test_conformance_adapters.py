@@ -12,11 +12,11 @@ import pytest
 from jobs.launch import ROOT, complete
 from pce_mpi import dense as dense_loss
 from pce_mpi.conformance import Gradient, Offer, cases, load, offers, run_case
-from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
-from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup
-from pce_mpi.conformance.outcomes import Report
+from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
+from pce_mpi.conformance.candidates.adapters.torch_tensors import ProcessGroup
+from pce_mpi.conformance.judging.outcomes import Report
+from pce_mpi.conformance.problems.cases import REDUCTIONS
 from pce_mpi.conformance.reports import summary
-from pce_mpi.conformance.terms import REDUCTIONS
 
 TORCH = "candidates.gallery.torch_losses"
 TUTORIAL = str(ROOT / "examples" / "verify_your_loss.py")
@@ -51,7 +51,8 @@ def test_frameworks_and_mpi_are_imported_when_needed():
     program = """
         import sys
 
-        from pce_mpi.conformance.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
+        from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
+        from pce_mpi.conformance.candidates.adapters import adapted, named_candidate
 
         def function(logits, targets, group): ...
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from jobs.launch import ROOT
-from pce_mpi.conformance.measuring import Judge
-from pce_mpi.conformance.recordings import Recording
+from pce_mpi.conformance.offline.measuring import Judge
+from pce_mpi.conformance.offline.recordings import Recording
 
 torch = pytest.importorskip("torch", reason="make test-peers installs torch")
 

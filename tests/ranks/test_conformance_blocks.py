@@ -5,13 +5,13 @@ import pytest
 from candidates.by_hand import ByHand
 from candidates.wild import distillation
 from candidates.wrong import options, shards, steps, textbook
-from pce_mpi.conformance import kinds
-from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.causes import agree
-from pce_mpi.conformance.offers import offer_of
-from pce_mpi.conformance.outcomes import Report
+from pce_mpi.conformance.candidates.catalogue import cases
+from pce_mpi.conformance.candidates.offers import offer_of
+from pce_mpi.conformance.judging.causes import agree
+from pce_mpi.conformance.judging.outcomes import Report
+from pce_mpi.conformance.problems import kinds
 from pce_mpi.conformance.reports import summary
-from pce_mpi.conformance.running import run_case
+from pce_mpi.conformance.runs.running import run_case
 
 FAMILIES = ["random-logits", "reduction", "p-near-1", "logits-of-1000", "ignored", "dims", "many-classes/more-than-65*"]
 FAMILIES += ["targets-at-shard-borders", "targets-on-one-rank", "uneven-shards", "weight/float32"]

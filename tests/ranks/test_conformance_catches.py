@@ -24,11 +24,11 @@ from candidates.wrong import (
     special_values,
     textbook,
 )
-from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.loading import load
-from pce_mpi.conformance.offers import offer_of, offers
-from pce_mpi.conformance.outcomes import Verdict
-from pce_mpi.conformance.running import run_case
+from pce_mpi.conformance.candidates.catalogue import cases
+from pce_mpi.conformance.candidates.loading import load
+from pce_mpi.conformance.candidates.offers import offer_of, offers
+from pce_mpi.conformance.judging.outcomes import Verdict
+from pce_mpi.conformance.runs.running import run_case
 
 
 def subclasses(kind):

@@ -8,13 +8,13 @@ from candidates.shipped import Shipped, assert_named_first, defined_in
 from candidates.wild import distillation as wild
 import pce_mpi as pce
 from pce_mpi.conformance import offers
-from pce_mpi.conformance.catalogue import cases, catalogue
-from pce_mpi.conformance.fitting import unmet_need
-from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
+from pce_mpi.conformance.candidates.catalogue import cases, catalogue
+from pce_mpi.conformance.candidates.fitting import unmet_need
+from pce_mpi.conformance.candidates.offers import Offer
+from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
+from pce_mpi.conformance.problems.tolerances import Tolerance
 from pce_mpi.conformance.reports.summary import facts, hint
-from pce_mpi.conformance.running import run_case
-from pce_mpi.conformance.units import Tolerance
+from pce_mpi.conformance.runs.running import run_case
 
 
 def ours(direction, squared):

@@ -7,9 +7,9 @@ from candidates.shipped import Shipped, assert_named_first, defined_in
 from candidates.wild import linear as wild
 import pce_mpi as pce
 from pce_mpi.conformance import offers
-from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.outcomes import Verdict
-from pce_mpi.conformance.running import run_case
+from pce_mpi.conformance.candidates.catalogue import cases
+from pce_mpi.conformance.judging.outcomes import Verdict
+from pce_mpi.conformance.runs.running import run_case
 
 USUAL = {"dtypes": ("float32", "float64", "float16", "bfloat16"), "dims": (1, 2, 3, 4, 5)}
 

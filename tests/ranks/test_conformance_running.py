@@ -11,9 +11,9 @@ import pytest
 from candidates.wrong.probabilities import ProbabilitiesSumTo1
 import pce_mpi as pce
 from pce_mpi.conformance import Gradient, Offer, Tolerance, Verdict, assert_conforms, cases, offers, run_case
-from pce_mpi.conformance.adapters import named_candidate
-from pce_mpi.conformance.catalogue import catalogue, shapes
-from pce_mpi.conformance.terms import OPTIONS, REDUCTIONS
+from pce_mpi.conformance.candidates.adapters import named_candidate
+from pce_mpi.conformance.candidates.catalogue import catalogue, shapes
+from pce_mpi.conformance.problems.cases import OPTIONS, REDUCTIONS
 
 # One rank alone, and shards of several lengths.
 pytestmark = pytest.mark.sizes(1, 3)

@@ -11,7 +11,7 @@ from candidates.step_by_hand import StepByHand, candidate as by_hand
 from candidates.wrong import steps as wrong
 import pce_mpi as pce
 from pce_mpi.conformance import Offer, cases, offer_of, offers, run_case
-from pce_mpi.conformance.outcomes import Verdict
+from pce_mpi.conformance.judging.outcomes import Verdict
 
 
 class Planted(NamedTuple):

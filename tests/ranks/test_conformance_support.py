@@ -7,10 +7,10 @@ from candidates.correct.policy import EntropyOverSupport, LogProbOverSupport
 from candidates.wild import support as wild
 import pce_mpi as pce
 from pce_mpi.conformance import offers
-from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.outcomes import Verdict
-from pce_mpi.conformance.running import run_case
-from pce_mpi.conformance.units import Tolerance
+from pce_mpi.conformance.candidates.catalogue import cases
+from pce_mpi.conformance.judging.outcomes import Verdict
+from pce_mpi.conformance.problems.tolerances import Tolerance
+from pce_mpi.conformance.runs.running import run_case
 
 
 def ours(kind):

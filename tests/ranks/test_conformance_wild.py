@@ -30,9 +30,9 @@ from candidates.wild import (
     unsloth,
 )
 from candidates.wild.vocab_parallel import VocabParallel
-from pce_mpi.conformance.catalogue import cases
-from pce_mpi.conformance.outcomes import Verdict
-from pce_mpi.conformance.running import run_case
+from pce_mpi.conformance.candidates.catalogue import cases
+from pce_mpi.conformance.judging.outcomes import Verdict
+from pce_mpi.conformance.runs.running import run_case
 
 PROJECTS = [
     *(bmtrain, colossalai, insightface, liger, megatron, mesh_transformer, mindspeed, ms_swift, nanotron, nemo),

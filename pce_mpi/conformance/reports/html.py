@@ -9,7 +9,7 @@ import jinja2
 import markupsafe
 
 from pce_mpi.conformance import judging
-from pce_mpi.conformance.outcomes import Report
+from pce_mpi.conformance.judging.outcomes import Report
 from pce_mpi.conformance.reports import pictures, summary, tables
 
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import json
 
-from pce_mpi.conformance.outcomes import Report
-from pce_mpi.conformance.plain import made, plain
+from pce_mpi.conformance.judging.outcomes import Report
+from pce_mpi.conformance.serialization import from_json, to_json
 
 _FORMAT = "pce_mpi conformance report"
 _VERSION = 2
@@ -37,7 +37,7 @@ def render(report: Report) -> str:
         "version": _VERSION,
         "failed": bool(report.failed),
         "counts": report.counts,
-        **plain(report),
+        **to_json(report),
     }
     return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -49,4 +49,4 @@ def parse(text: str) -> Report:
         raise ValueError(f"this is no {_FORMAT}")
     if content["version"] != _VERSION:
         raise ValueError(f"the report must be of version {_VERSION}, got {content['version']}")
-    return made(Report, content)
+    return from_json(Report, content)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from pce_mpi.conformance.outcomes import Outcome, Report, Verdict
+from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports.summary import in_a_line, lines, printed, problem, shape, title
 
 _TAGS = {

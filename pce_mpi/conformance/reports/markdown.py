@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 
-from pce_mpi.conformance.outcomes import Report
+from pce_mpi.conformance.judging.outcomes import Report
 from pce_mpi.conformance.reports import summary, terminal
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 import numpy as np
 
-from pce_mpi.conformance.outcomes import ErrorMap
+from pce_mpi.conformance.judging.outcomes import ErrorMap
 from pce_mpi.pictures import INK, svg_element
 
 # Errors from this power of ten of what is allowed up to the largest one differ in colour.

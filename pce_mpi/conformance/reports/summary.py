@@ -6,15 +6,14 @@ from collections import Counter
 from dataclasses import replace
 import math
 
-from pce_mpi.conformance.cases import About
-from pce_mpi.conformance.catalogue import catalogue
-from pce_mpi.conformance.fitting import unmet_need
-from pce_mpi.conformance.kinds import KINDS
-from pce_mpi.conformance.offers import EVERYTHING, Offer
-from pce_mpi.conformance.outcomes import Accuracy, Finding, Outcome, Report, Verdict, likeness
+from pce_mpi.conformance.candidates.catalogue import catalogue
+from pce_mpi.conformance.candidates.fitting import unmet_need
+from pce_mpi.conformance.candidates.offers import EVERYTHING, Offer
+from pce_mpi.conformance.judging.outcomes import Accuracy, Finding, Outcome, Report, Verdict, likeness
+from pce_mpi.conformance.problems.cases import About, Gradient
+from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.reports.tables import Cell
-from pce_mpi.conformance.terms import Gradient
-from pce_mpi.conformance.texts import visible
+from pce_mpi.conformance.text import visible
 
 MEANING = {
     Verdict.PASS: "right, or refused where that is due",

@@ -1,14 +1,18 @@
-"""A report as plain text: the settings, the largest errors, and each cause of failures."""
+"""A report as plain text, the settings, the largest errors and each cause of failures; and a list of cases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 import textwrap
 
-from pce_mpi.conformance.outcomes import Outcome, Report
+from pce_mpi.conformance.candidates.fitting import unmet_need
+from pce_mpi.conformance.candidates.offers import Offer
+from pce_mpi.conformance.judging.outcomes import Outcome, Report
+from pce_mpi.conformance.problems.cases import Case
 from pce_mpi.conformance.reports import summary
 from pce_mpi.conformance.reports.tables import table
-from pce_mpi.conformance.texts import visible
+from pce_mpi.conformance.text import visible
 
 _WIDTH = 120
 # Lines of a candidate's output; other reports have more.
@@ -55,3 +59,24 @@ def _wrapped(start: str, text: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def listing(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) -> str:
+    """Render a line for each case, and if an `offer` covers it; below those that catch the same fault, that fault."""
+    cases = list(cases)
+    names = max((len(case.name) for case in cases), default=0)
+    dtypes = max((len(case.dtype) for case in cases), default=0)
+    lines: list[str] = []
+    for catches, alike in groupby(cases, key=lambda case: case.catches):
+        lines += [f"{case.name:{names}}  {case.dtype:{dtypes}}  {_offered(case, offer)}".rstrip() for case in alike]
+        lines += textwrap.wrap(catches, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _offered(case: Case, offer: Offer | None) -> str:
+    if offer is None:
+        return ""
+    missing = unmet_need(offer, case.needs, case.dtype)
+    if missing is not None:
+        return f"not offered: {missing}"
+    return "offered" + ", to the bits of one rank" * (offer.same_bits and case.compares_bits)

@@ -3,8 +3,8 @@
 from mpi4py import MPI
 import numpy as np
 
-from pce_mpi.conformance.offers import offers
-from pce_mpi.conformance.terms import OPTIONS, Gradient
+from pce_mpi.conformance.candidates.offers import offers
+from pce_mpi.conformance.problems.cases import OPTIONS, Gradient
 
 
 @offers(

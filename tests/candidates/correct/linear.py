@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from mpi4py import MPI
 import numpy as np
 
-from pce_mpi.conformance.offers import Offer
+from pce_mpi.conformance.candidates.offers import Offer
 
 
 class Head:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from pce_mpi.conformance.offers import offers
-from pce_mpi.conformance.terms import Gradient
+from pce_mpi.conformance.candidates.offers import offers
+from pce_mpi.conformance.problems.cases import Gradient
 
 BLOCK, MOST_BLOCKS = 5, 40  # classes at a time, or more where there are many
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import loss_parallel as in_parallel
 from torch.nn.functional import cross_entropy
 
 from pce_mpi.conformance import Gradient, Offer
-from pce_mpi.conformance.adapters.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
+from pce_mpi.conformance.candidates.adapters.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
 
 
 class TorchDense:

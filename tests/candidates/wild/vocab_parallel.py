@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from mpi4py import MPI
 import numpy as np
 
-from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.terms import Gradient
+from pce_mpi.conformance.candidates.offers import Offer
+from pce_mpi.conformance.problems.cases import Gradient
 
 
 class VocabParallel:

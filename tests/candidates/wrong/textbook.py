@@ -5,8 +5,8 @@ import inspect
 import numpy as np
 
 from candidates.by_hand import ByHand
-from pce_mpi.conformance.offers import Offer
-from pce_mpi.conformance.terms import Gradient
+from pce_mpi.conformance.candidates.offers import Offer
+from pce_mpi.conformance.problems.cases import Gradient
 
 
 class SoftmaxOfLocalClasses(ByHand):

@@ -1,0 +1,1 @@
+"""Candidates: offers, adapters, and the catalogue of cases that fit an offer."""

@@ -1,0 +1,97 @@
+"""Adapters: losses of other frameworks as candidates. Each imports its framework when it starts.
+
+Ready to be judged, by name:
+
+==========================  ============================================================================================
+`pce`                       this package's forward, then its backward
+`pce-value-and-grad`        this package's loss and gradient in one call
+==========================  ============================================================================================
+
+For a function of your own:
+
+==========================  ============================================================================================
+`torch-shards`              `function(logits, targets, group, **options)` on each rank's tensors, as Megatron's
+`jax-shard-map`             `function(logits, targets, axis_name=..., **options)` under `jax.shard_map`
+==========================  ============================================================================================
+
+An adapter whose framework owns its process group has `start(comm)` and `stop()`, called once for each launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+# The file and the class; imported on demand.
+NAMED_CANDIDATES = {
+    "pce": ("ours", "ForwardAndBackward"),
+    "pce-value-and-grad": ("ours", "ValueAndGrad"),
+}
+FUNCTION_ADAPTERS = {
+    "torch-shards": ("torch_tensors", "TorchShards"),
+    "jax-shard-map": ("jax_shard_map", "JaxShardMap"),
+}
+
+
+def named_candidate(name: str) -> Any:
+    """Return the candidate with a name in `NAMED_CANDIDATES`; raise `ValueError` for another name.
+
+    >>> named_candidate("pce").offer.dims
+    (1, 2, 3, 4, 5)
+    """
+    return _class(NAMED_CANDIDATES, name, "candidate")()
+
+
+def adapted(name: str, function: Callable[..., Any]) -> Any:
+    """Make a function on shards of a framework a candidate.
+
+    Parameters
+    ----------
+    name : str
+        "torch-shards", for `function(logits, targets, group, **options)` on tensors; or "jax-shard-map", for
+        `function(logits, targets, axis_name=..., **options)` under `jax.shard_map`.
+    function : callable
+        The function. Its signature and the adapter tell all that it does not declare with `@offers`.
+
+    Returns
+    -------
+    callable
+        The candidate, with `start(comm)`, which starts the framework's process group, and `stop()`. `assert_conforms`
+        and the command call both.
+
+    Raises
+    ------
+    TypeError
+        The function cannot be called so.
+    ValueError
+        There is no such adapter; or `same_bits` is declared: the framework's process group is that of all ranks, and
+        cannot give the answer on one.
+
+    Examples
+    --------
+    >>> def cross_entropy(logits, targets, group, label_smoothing=0.0): ...
+    >>> adapted("torch-shards", cross_entropy).offer.options
+    ('label_smoothing',)
+    """
+    candidate = _class(FUNCTION_ADAPTERS, name, "adapter")(function)
+    if candidate.offer.same_bits:
+        raise ValueError(
+            f"same_bits cannot be judged through the adapter {name}: bits are compared with those on one rank, and the "
+            "framework's process group has all ranks; leave it out, or make the function a candidate that takes `comm`"
+        )
+    return candidate
+
+
+def missing_framework(name: str) -> str | None:
+    """Return the package that the adapter `name` needs, if it is not installed."""
+    framework = name.partition("-")[0]
+    return framework if find_spec(framework) is None else None
+
+
+def _class(known: dict[str, tuple[str, str]], name: str, what: str) -> Any:
+    if name not in known:
+        raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
+    file, kind = known[name]
+    return getattr(import_module(f"{__name__}.{file}"), kind)

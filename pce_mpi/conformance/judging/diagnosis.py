@@ -1,0 +1,351 @@
+"""Explain a wrong answer: by the known fault that gives this answer, or else by the place of its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.arrays import compute_dtype_of, dtype_named
+from pce_mpi.conformance.judging.localization import inexact_and_rounded, place_of_gradient, place_of_loss, rounded_to
+from pce_mpi.conformance.judging.outcomes import Fault
+from pce_mpi.conformance.judging.products import Product
+from pce_mpi.conformance.problems.kinds import KINDS
+from pce_mpi.conformance.problems.kinds.factors import factors
+from pce_mpi.conformance.problems.problem import Array, Kind, Problem
+from pce_mpi.conformance.problems.textbook import Answer, Faults, Given, Textbook
+from pce_mpi.conformance.problems.tolerances import coarsest, finest
+
+# An answer is that of a fault if it is this much closer to it than to the truth, one number alone so much more ...
+_CLOSER, _ALONE = 8.0, 256.0
+# ... and this close, in eps of the dtype: fault and candidate may round in another order.
+_CLOSE = {2: 1.0, 4: 64.0, 8: 4096.0}
+_HALVES = 2.0**-10
+# Halves have the bits of a fault if so many of those that tell do.
+_BUT_FOR_RARE = 0.998
+# Less than this many eps of the arithmetic, for a p of about 1, is no error, by the bytes of a logit.
+_FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
+# Larger problems are not compared with known faults: they are about the number of entries. Eight rows of the largest
+# vocabularies, of 262,208 classes, are smaller.
+MANY = 9 * 2**18
+
+
+def explain(
+    problem: Problem,
+    losses: Sequence[Any],
+    dlogits: Any,
+    wrong_losses: Any,
+    wrong_dlogits: Any,
+    products: Sequence[Product] = (),
+) -> list[Fault]:
+    """Explain an answer by one fault, or by one of each quantity; [] if it is right, or if only its numbers are known.
+
+    losses          of each rank, shaped as the loss
+    dlogits         the concatenated gradients of all ranks, shaped as the logits; None: the loss alone
+    wrong_losses    (ranks, *shape of the loss), the losses that do not pass
+    wrong_dlogits   shaped as the logits, the entries of the gradient that do not pass
+    products        the gradients of the factors of the logits, in place of theirs
+    """
+    declared, problem = problem.kind, problem.over_support
+    if declared.negates is not None:
+        losses = [-np.asarray(loss) for loss in losses]
+        dlogits = None if dlogits is None else -np.asarray(dlogits)
+        problem = replace(problem, kind=declared.negates)
+    with np.errstate(all="ignore"):
+        book = Textbook.of(problem)
+        quantities = [_of_losses(book, losses, wrong_losses)]
+        if dlogits is not None:
+            quantities.append(_of_gradient(book, dlogits, wrong_dlogits))
+        wrong = [quantity for quantity in quantities if quantity.wrong.any()]
+        of_products = [_of_product(problem, each, declared.negates is not None) for each in products]
+        faults = declared.faults if book.p.size <= MANY else lambda book: iter(())
+        if any(each.wrong.any() for each in of_products):
+            known = _explaining([*wrong, *of_products], chain(factors(book), faults(book)))
+            if (fitting := _fitting([*quantities, *of_products], known, lone=False)) and fitting.alike:
+                return [fitting]
+        if not wrong:
+            return []
+        if meant := _another_kind(problem, declared, quantities):
+            return [Fault([meant])]
+        multiples = _explaining(wrong, factors(book))
+        known = [*multiples, *_explaining(wrong, faults(book))]
+        # An exact test comes before formulas: the same numbers may be close to another fault's.
+        found = {q.name: _by_exact_test(book, q) for q in wrong}
+        if not any(found.values()) and (fitting := _fitting(quantities, known, lone=len(wrong) < 2)):
+            # Many faults give nan or 0: one is told by the rows that have it, or by other cases.
+            if any(map(_is_zero, wrong)) or (len(fitting.causes) > 1 and all(q.is_nan for q in wrong)):
+                place = "; ".join(each.said for each in _of_each(book, wrong, found))
+                return [replace(fitting, alike=0, place=place)]
+            return [fitting]
+        for q in wrong:
+            if (fault := found[q.name]) is None:
+                found[q.name] = _by_formulas(book, q, known, multiples, alone=len(wrong) < 2)
+            elif _is_zero(q) and (more := _fitting([q], known, lone=True)):
+                found[q.name] = replace(fault, causes=[*fault.causes, *more.causes])
+        if len(found) == len(quantities) > 1 and (both := _in_all([found[q.name] for q in wrong])):
+            return [both]  # a fault with more than one form
+        if len(wrong) > 1:
+            return _of_each(book, wrong, found)
+        (only,) = wrong
+        if (fault := found[only.name]) is None:
+            return _at(_place(book, only))
+        if not fault.alike:
+            return [replace(fault, place=fault.place or _place(book, only) or "")]
+        alone = len(quantities) > 1 and only.name not in fault.said
+        return [replace(fault, form=f"{fault.form}, in the {only.name} only")] if alone else [fault]
+
+
+def _explaining(wrong: Sequence[_Quantity], faults: Faults) -> list[tuple[str, Answer]]:
+    """Return those that explain one of these quantities; the others are not kept in memory."""
+    return [each for each in faults if any(quantity.is_that_of(each[1]) for quantity in wrong)]
+
+
+def _by_exact_test(book: Textbook, q: _Quantity) -> Fault | None:
+    """Return what an exact test tells of a quantity."""
+    if q.got.any() and q.dtype == book.problem.dtype.name and (text := rounded_to(*q.beside_truth)):
+        return Fault([text])
+    if told := book.problem.kind.tell(book, q.name, q.got):
+        alike = told.alike if told.causes else 0
+        return Fault(list(told.causes), alike, "{}" + f": {told.effect}" * bool(told.effect), told.effect)
+    return None
+
+
+def _by_formulas(
+    book: Textbook, q: _Quantity, known: list[tuple[str, Answer]], multiples: list[tuple[str, Answer]], *, alone: bool
+) -> Fault | None:
+    """Return what formulas tell of one quantity; no cause that only another case can tell from others is told."""
+    if not _is_zero(q) and (fault := _fitting([q], multiples, lone=True) or _factor(book, q)):
+        return fault
+    fault = _fitting([q], known, lone=True)
+    if fault is None:
+        return None
+    # A fault that does not explain what else is wrong fits roundings of halves by accident.
+    accidental = q.close >= _HALVES and not alone
+    return replace(fault, alike=0) if accidental or q.is_nan or _is_zero(q) else fault
+
+
+def _is_zero(q: _Quantity) -> bool:
+    return not q.got.any() and bool(np.isfinite(q.truth).all())
+
+
+def _at(place: str | None) -> list[Fault]:
+    return [] if place is None else [Fault([], 0, place=place)]
+
+
+def _in_all(faults: Sequence[Fault | None]) -> Fault | None:
+    """Return a fault with the causes that all of these have, if there is one."""
+    causes = [fault.causes if fault and fault.alike else [] for fault in faults]
+    shared = [cause for cause in causes[0] if all(cause in each for each in causes)]
+    return Fault(shared) if shared else None
+
+
+def _another_kind(problem: Problem, declared: Kind, quantities: Sequence[_Quantity]) -> str | None:
+    """Return what to declare if these are the right numbers of another kind of candidate."""
+    if not problem.with_numbers or not any(each.distance(each.truth) > each.close for each in quantities):
+        return None
+    arrays = tuple(name for name in declared.arrays if name != "targets")
+    for kind in KINDS.values():
+        if kind.negates is declared or declared.negates is kind:
+            numbers, gradient = (-each for each in problem.expected)
+        elif kind is not declared and problem.reduction == "none" and not problem.options and kind.arrays == arrays:
+            numbers, gradient = replace(problem, kind=kind).expected
+        else:
+            continue
+        answer = Given((numbers,), problem.row_major(gradient))
+        if all(each.is_that_of(answer) for each in quantities):
+            return kind.told
+    return None
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    """The loss, (ranks, numbers), or the gradient, (rows, classes).
+
+    `alone` are the numbers that are measured by their own size; others are measured by the largest of their row.
+    `dtype` is the one of their ulps. A product of the gradient is made `of` that.
+    """
+
+    name: str
+    dtype: str
+    got: Array
+    truth: Array
+    wrong: Array
+    close: float
+    floor: Array | float  # smaller errors count as 0
+    alone: Array
+    of: Callable[[Array], Array] = lambda gradient: gradient
+
+    @property
+    def is_nan(self) -> bool:
+        """True if all that is wrong is nan."""
+        return bool(np.isnan(self.got[self.wrong]).all())
+
+    @property
+    def is_one(self) -> bool:
+        """True if all numbers are equal, as those of a mean."""
+        return len(np.unique(self.got)) == 1
+
+    @property
+    def beside_truth(self) -> tuple[str, str, Array, Array, float]:
+        """Its name and dtype, the numbers, the right ones and the distance of both."""
+        return self.name, self.dtype, self.got, self.truth, self.distance(self.truth)
+
+    def distance(self, other: Array) -> float:
+        """Return the largest difference from `other`, relative to the sizes of the numbers."""
+        size = _sizes(np.maximum(np.abs(other), np.abs(self.truth)), self.alone)
+        same = (self.got == other) | (np.isnan(self.got) & np.isnan(other))
+        comparable = np.isfinite(self.got) & np.isfinite(other)
+        error = np.maximum(np.abs(self.got - other) - self.floor, 0.0)
+        relative = np.where(error == 0.0, 0.0, error / size)
+        return float(np.where(same, 0.0, np.where(comparable, relative, np.inf)).max(initial=0.0))
+
+    def part(self, answer: Answer) -> Array:
+        """Return this quantity of an answer."""
+        if self.name != "loss":
+            return self.truth if answer.gradient is None else self.of(answer.gradient)
+        if answer.losses is None:
+            return self.truth
+        rows = np.stack([loss.reshape(-1) for loss in answer.losses])
+        return np.broadcast_to(rows, self.got.shape)
+
+    def is_that_of(self, answer: Answer, lone: bool = False) -> bool:
+        """Return True if a fault with this answer explains the numbers; `lone`: no other quantity shows it."""
+        distance = self.distance(self.part(answer))
+        if not distance <= self.close:
+            return self._has_bits_of(self.part(answer))
+        if not self.wrong.any():
+            return True
+        # Beside the floor, any two numbers near 0 are close, by coincidence.
+        if (
+            self.is_one
+            and self.name == "loss"
+            and (np.abs(self.got - self.part(answer)) * _CLOSER > np.abs(self.got)).any()
+        ):
+            return False
+        return distance * (_ALONE if lone and self.is_one else _CLOSER) <= self.distance(self.truth) > 0.0
+
+    def _has_bits_of(self, other: Array) -> bool:
+        """Return True for halves of other bits than are due, and of those of `other`, but for rare ones.
+
+        A number inside that is near the border of two roundings may have been rounded to either.
+        """
+        if self.close < _HALVES or not self.wrong.any():
+            return False
+        due, faulty = (each.astype(dtype_named(self.dtype)).astype(np.float64) for each in (self.truth, other))
+        telling = (due != faulty) | (due != self.got)
+        return bool((self.got == faulty)[telling].mean() > _BUT_FOR_RARE)
+
+
+def _sizes(values: Array, alone: Array) -> Array:
+    """Return the size that each number is measured by."""
+    values = np.where(np.isfinite(values), values, 0.0)
+    return np.where(alone, values, np.where(alone, 0.0, values).max(axis=-1, keepdims=True, initial=0.0))
+
+
+def _of_losses(book: Textbook, losses: Sequence[Any], wrong: Any) -> _Quantity:
+    problem = book.problem
+    dtype = np.result_type(*(np.asarray(loss) for loss in losses)) if losses else problem.dtype
+    got = np.stack([np.asarray(loss).astype(np.float64).reshape(-1) for loss in losses])
+    truth = np.broadcast_to(problem.expected[0].reshape(-1), got.shape)
+    floor = _FLOOR[4] * _eps(compute_dtype_of(problem.dtype)) * np.abs(book.total).max(initial=1.0)
+    if problem.reduction == "sum":
+        floor *= max(problem.rows, 1)
+    mask = np.asarray(wrong).reshape(got.shape)
+    unit = finest(coarsest(compute_dtype_of(problem.dtype).name, dtype.name), problem.dtype.name)
+    return _quantity("loss", unit, got, truth, mask, dtype, floor, np.ones(got.shape, np.bool_))
+
+
+def _of_gradient(book: Textbook, dlogits: Any, wrong: Any) -> _Quantity:
+    problem = book.problem
+    got = problem.row_major(np.asarray(dlogits)).astype(np.float64)
+    truth = problem.row_major(problem.expected[1])
+    factor = np.abs(book.g / book.divisor) * np.abs(book.total) * np.abs(book.slope).max(axis=-1, initial=0.0)
+    allowance = _FLOOR[problem.dtype.itemsize] * _eps(compute_dtype_of(problem.dtype))
+    floor = np.where(np.isfinite(factor), factor, 0.0)[:, None] * allowance
+    if problem.dtype == np.float16:
+        floor = floor + 2.0**-24  # subnormal numbers of other dtypes do not matter
+    mask = problem.row_major(np.asarray(wrong))
+    alone = book.q != 0 if problem.with_numbers else np.zeros(got.shape, np.bool_)
+    return _quantity("gradient", problem.dtype.name, got, truth, mask, problem.dtype, floor, alone)
+
+
+def _of_product(problem: Problem, product: Product, negated: bool) -> _Quantity:
+    sign = -1.0 if negated else 1.0
+
+    def flat(numbers: Array) -> Array:
+        return np.asarray(numbers.reshape(-1, numbers.shape[-1]))
+
+    got, mask, none = (
+        flat(each) for each in (sign * product.numbers, product.wrong, np.zeros(product.wrong.shape, np.bool_))
+    )
+    truth = flat(product.of(problem.row_major(problem.expected[1])))
+    found = _quantity("product", problem.dtype.name, got, truth, mask, problem.dtype, flat(product.slack), none)
+    return replace(found, of=lambda gradient: flat(product.of(gradient)))
+
+
+def _quantity(
+    name: str, unit: str, got: Array, truth: Array, wrong: Array, dtype: Any, floor: Any, alone: Array
+) -> _Quantity:
+    close = _CLOSE[np.dtype(dtype).itemsize] * _eps(dtype)
+    got = np.where(np.isnan(got) & ~wrong, truth, got)  # nan that the judge allows is no fault
+    return _Quantity(name, unit, got, truth, wrong, close, floor, alone)
+
+
+def _fitting(quantities: list[_Quantity], known: list[tuple[str, Answer]], *, lone: bool) -> Fault | None:
+    """Return a fault with the causes that explain all of these quantities."""
+    found: dict[str, float] = {}
+    for text, answer in known:
+        if all(q.is_that_of(answer, lone) for q in quantities):
+            distance = sum(q.distance(q.part(answer)) for q in quantities)
+            found[text] = min(distance, found.get(text, distance))
+    if not found:
+        return None
+    causes = sorted(found, key=lambda text: found[text])
+    least = found[causes[0]]
+    alike = sum(bool(np.isclose(each, least, rtol=1e-6, atol=1e-12)) for each in found.values())
+    if not any(q.got[q.wrong & np.isfinite(q.got)].any() for q in quantities):
+        alike = 1  # 0 and infinity are those of many: the first of them is told
+    # One number in half precision is near that of some fault by accident.
+    (first, *more) = [q for q in quantities if q.wrong.any()]
+    return Fault(causes, 0 if lone and not more and first.is_one and first.close >= _HALVES else alike)
+
+
+def _of_each(book: Textbook, wrong: list[_Quantity], found: dict[str, Fault | None]) -> list[Fault]:
+    """Explain loss and gradient, each wrong in its own way."""
+    said, unknown = list[Fault](), list[Fault]()
+    for quantity in wrong:
+        fault, name = found[quantity.name] or Fault([], 0), quantity.name
+        if fault.alike or fault.place:
+            plain = name in fault.said or (name == "loss" and None in found.values())
+            said.append(fault if plain else replace(fault, form=f"in the {name}: {fault.form}"))
+        elif place := _place(book, quantity):
+            said.append(replace(fault, place=place))
+        elif fault.causes or any(each and each.said for each in found.values()):
+            unknown.append(replace(fault, place=f"the {name} is wrong too"))
+    return said + unknown
+
+
+def _factor(book: Textbook, q: _Quantity) -> Fault | None:
+    """Return the place of errors that are one factor on all numbers."""
+    largest = np.unravel_index(np.argmax(np.abs(np.where(np.isfinite(q.truth), q.truth, 0.0))), q.truth.shape)
+    factor = q.got[largest] / q.truth[largest]
+    if not abs(factor - 1.0) > 0.01 or q.distance(factor * q.truth) > q.close:
+        return None
+    return next(iter(_at(_place(book, q))), None)
+
+
+def _place(book: Textbook, q: _Quantity) -> str | None:
+    place = place_of_gradient if q.name == "gradient" else place_of_loss
+
+    def close(numbers: Array) -> bool:
+        distance = q.distance(numbers)
+        return distance <= q.close and distance * _CLOSER <= q.distance(q.truth)
+
+    return inexact_and_rounded(*q.beside_truth) or place(book, q.got, q.truth, q.wrong, close)
+
+
+def _eps(dtype: Any) -> float:
+    return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)

@@ -1,0 +1,127 @@
+"""Judge the answers of all ranks, by the rules of `judging`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from pce_mpi.arrays import is_floating
+from pce_mpi.conformance.judging.bits import other_bits
+from pce_mpi.conformance.judging.comparing import Gradients, Losses
+from pce_mpi.conformance.judging.diagnosis import explain
+from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding, together
+from pce_mpi.conformance.judging.products import of_products
+from pce_mpi.conformance.problems.problem import Array, Problem
+from pce_mpi.conformance.problems.tolerances import Tolerance
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The results of one rank, as NumPy arrays; no `dlogits` if only the loss was requested.
+
+    `products` are the gradients of the factors of logits, by name.
+    """
+
+    loss: Array
+    dlogits: Array | None = None
+    products: Mapping[str, Array] = field(default_factory=dict)
+
+
+def answered(problem: Problem, loss: Array, gradients: Mapping[str, Array]) -> Answer:
+    """Return the answer that has these gradients by name; dw has the gradient of logits that are w."""
+    if problem.operands is None:
+        return Answer(loss, gradients.get("dlogits"))
+    if not gradients or not problem.operands.with_identity:
+        return Answer(loss, products=gradients)
+    dw = gradients["dw"]
+    return Answer(loss, dw[::-1].reshape(*problem.rows_shape, dw.shape[-1]), {"dhidden": gradients["dhidden"]})
+
+
+class Judgement(NamedTuple):
+    """The verdict on an answer: its numbers are right if there are no findings; `picture` shows a wrong gradient.
+
+    `form` has the faults of shape and dtype in spite of which the numbers could be judged.
+    """
+
+    findings: list[Finding]
+    accuracies: list[Accuracy]
+    picture: ErrorMap | None
+    form: list[Finding]
+
+
+def judge(
+    problem: Problem, answers: Sequence[Answer], tolerance: Tolerance, on_one_rank: Answer | None = None
+) -> Judgement:
+    """Compare the answers of all ranks with the exact ones, and their bits with those of the answer on one rank."""
+    given = answers
+    answers, fatal, form = _comparable(problem, answers)
+    if fatal:
+        return Judgement(fatal, [], None, form)
+    losses = Losses(problem, [answer.loss for answer in answers], tolerance)
+    shards = [answer.dlogits for answer in answers if answer.dlogits is not None]
+    gradients = Gradients(problem, shards, tolerance) if shards else None
+    differing, wrong = losses.differing(), losses.findings() + (gradients.findings() if gradients else [])
+    products = of_products(problem, [answer.products for answer in answers], tolerance)
+    of_factors = [found for each in products for found in each.findings()]
+    if not wrong and (text := problem.kind.beside(problem, answers)):
+        wrong = [Finding("loss", text)]
+    elif wrong or of_factors:
+        # Gathered logits have a gradient on each rank, which no model of a fault has.
+        whole = None if problem.gathered else gradients
+        real = [] if problem.operands is None or problem.operands.with_identity else products
+        faults = explain(problem, losses.losses, whole and whole.array, losses.wrong, whole and whole.wrong, real)
+        if faults:
+            named = (differing * bool(losses.wrong.any()) + wrong + of_factors)[0]
+            named.faults = [fault.of(problem.kind.noun) for fault in faults]
+            said = "; ".join(fault.said for fault in named.faults)
+            named.text = f"{said} ({named.text})" if said else named.text
+    for finding in differing:
+        said = f"{':' * bool(wrong)} {finding.text}" if finding.cause else f" ({finding.text})"
+        finding.text = f"the ranks' {problem.kind.plural} differ{said}"
+    bits: list[Finding] = []
+    if on_one_rank is not None:
+        # The dtype is the candidate's own: another one has other bits.
+        parts = [
+            raw.dlogits.reshape(due.dlogits.shape)
+            for raw, due in zip(given, answers, strict=True)
+            if raw.dlogits is not None and due.dlogits is not None
+        ]
+        bits = other_bits(problem, [each.loss for each in given], parts, on_one_rank.loss, on_one_rank.dlogits)
+    return Judgement(
+        findings=differing + wrong + of_factors + bits,
+        accuracies=[found for each in (losses, gradients, *products) if each for found in each.accuracies()],
+        picture=gradients.picture() if gradients and gradients.wrong.any() else None,
+        form=form,
+    )
+
+
+def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answer], list[Finding], list[Finding]]:
+    """Return the answers in the shapes and dtypes that are due, the faults that prevent it, and those that do not."""
+    fatal: list[list[Finding]] = [[] for _ in answers]
+    form: list[list[Finding]] = [[] for _ in answers]
+    comparable = []
+    for rank, answer in enumerate(answers):
+        shard = problem.part(problem.logits, rank).shape
+        given = {"loss": answer.loss, "gradient": answer.dlogits}
+        for which, shape in (("loss", problem.loss_shape), ("gradient", shard)):
+            got, what = given[which], which if which == "gradient" else problem.kind.noun
+            if got is None:
+                continue
+            if got.shape != shape:
+                due = f"{shape} is due" + ", the shape of the logits that were passed" * (which == "gradient")
+                kept = form if got.size == math.prod(shape) else fatal
+                kept[rank].append(Finding("shape", f"{what} has shape {got.shape}, where {due}"))
+            if not is_floating(got.dtype):
+                fatal[rank].append(Finding("dtype", f"{what} has dtype {got.dtype}, which is no floating-point one"))
+            elif which == "gradient" and got.dtype != problem.dtype:
+                text = f"gradient has dtype {got.dtype}, where that of the logits is due, {problem.dtype}"
+                form[rank].append(Finding("dtype", text))
+            if not any(fatal):
+                with np.errstate(over="ignore"):
+                    given[which] = got.reshape(shape).astype(problem.dtype if which == "gradient" else got.dtype)
+        comparable.append(Answer(given["loss"], given["gradient"], answer.products))  # type: ignore[arg-type]  # a loss is never None
+    return comparable, together(fatal), together(form)

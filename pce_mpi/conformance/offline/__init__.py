@@ -1,0 +1,1 @@
+"""Files of other programs as answers: vectors, bits and recordings."""

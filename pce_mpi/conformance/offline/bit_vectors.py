@@ -1,0 +1,240 @@
+"""Export problems with the bits of their results, and compare the bits of other programs with them.
+
+`docs/the-bits.md` specifies the arithmetic that gives these bits, and `vectors.md` describes the files. All logits are
+integers times powers of two, so that no generator of another version draws others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+import json
+import os
+from pathlib import Path
+import shlex
+from typing import Any
+
+import numpy as np
+
+from pce_mpi import loss
+from pce_mpi.arrays import dtype_named
+from pce_mpi.conformance.candidates.offers import EVERYTHING
+from pce_mpi.conformance.judging.bits import difference
+from pce_mpi.conformance.judging.outcomes import Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.offline.vectors import INDEX, read_results, write
+from pce_mpi.conformance.problems.problem import Array
+from pce_mpi.conformance.runs.orders import KIT
+from pce_mpi.conformance.serialization import from_json
+from pce_mpi.distributed.tensor_files import TensorFile
+from pce_mpi.kernels.elementary import VERSION
+from pce_mpi.text import shortened
+
+_FORMAT = {"format": "pce_mpi bits", "arithmetic": VERSION}
+_DTYPES = "float32", "bfloat16", "float16", "float64"
+_ROWS, _CLASSES, _SPLITS = 6, 37, (0, 5, 5, 21, 37)
+# The gradients of the statistics from which `dstatistics` follows.
+_UPSTREAM = {"log_prob": 1.0, "entropy": 0.5, "logsumexp": 0.25}
+# Options by name; statistics have those that are functions of the logits.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "half-scale": {"reduction": "none", "logit_scale": 0.5},
+    "scale": {"reduction": "sum", "logit_scale": 0.7},
+    "softcap": {"reduction": "none", "softcap": 30.0},
+    "weight": {"weight": True},
+    "z_loss": {"reduction": "none", "z_loss": 0.01},
+    "smoothing": {"reduction": "none", "label_smoothing": 0.1},
+    "everything": {"weight": True, "label_smoothing": 0.25, "z_loss": 0.125, "logit_scale": 1.5},
+    "double": {"reduction": "none", "compute_dtype": "float64"},
+}
+_OF_LOGITS = {"logit_scale", "softcap", "compute_dtype", "ignore_index"}
+_KINDS = ("ordinary", "peaked", "offset", "sizes", "huge", "special", "ties", "halfway")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One vector in the index; `vectors.md` explains the fields."""
+
+    name: str
+    file: str
+    dtype: str
+    splits: tuple[int, ...]
+    options: dict[str, Any]
+    results: tuple[str, ...]
+
+
+def export(folder: str | os.PathLike[str]) -> int:
+    """Write the vectors to `folder`, and return how many there are. Needs safetensors."""
+    return write(Path(folder), _FORMAT, vectors())
+
+
+def vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
+    """Yield each vector, with its tensors: the problem, and its results."""
+    for dtype in _DTYPES:
+        for name, options in _OPTIONS.items():
+            for kind in _KINDS:
+                if (dtype, kind) == ("float16", "huge") or (dtype, name) == ("float64", "double"):
+                    continue  # its logits cannot be huge; its arithmetic is double anyway
+                given = {"reduction": "mean", **options}
+                more = {"weight": _weight()} if given.pop("weight", False) else {}
+                yield _vector(f"{dtype}/{name}/{kind}", given, *drawn(dtype, kind), **more)
+    for called, given, problem in _edges():
+        yield _vector(called, given, **problem)
+
+
+def _vector(
+    called: str, options: dict[str, Any], logits: Array, targets: Array, **more: Array
+) -> tuple[Entry, dict[str, Array]]:
+    problem = {"logits": logits, "targets": targets, **more}
+    results = _results_of(options, **problem)
+    entry = Entry(called, f"{called}.safetensors", logits.dtype.name, _SPLITS, options, tuple(results))
+    return entry, problem | {f"expected_{name}": array for name, array in results.items()}
+
+
+def _weight() -> Array:
+    return (np.arange(_CLASSES) % 7 + 1) / 4
+
+
+def _results_of(
+    options: dict[str, Any], logits: Array, targets: Array, weight: Array | None = None, dloss: Any = 1.0
+) -> dict[str, Array]:
+    """Return the results of a problem by name, in one process."""
+    value, residuals = loss.softmax_cross_entropy_forward(logits, targets, weight=weight, **options)
+    found = {"loss": value, "dlogits": loss.softmax_cross_entropy_backward(dloss, residuals)}
+    if weight is None and not options.keys() - _OF_LOGITS - {"reduction"}:
+        given: Any = {name: options[name] for name in _OF_LOGITS & options.keys()}
+        statistics, of_statistics = loss.class_statistics_forward(logits, targets, **given)
+        found |= {name: np.asarray(getattr(statistics, name)) for name in _UPSTREAM}
+        found["dstatistics"] = loss.class_statistics_backward(of_statistics, **_UPSTREAM)
+        if "ignore_index" in options:
+            found["dlog_prob"] = loss.class_statistics_backward(of_statistics, log_prob=1.0)
+    return found
+
+
+def _edges() -> Iterator[tuple[str, dict[str, Any], dict[str, Array]]]:
+    """Yield the name, the options and the tensors of problems at the edges of what the page says."""
+    none, smoothing = {"reduction": "none"}, {"label_smoothing": 0.125}
+    small, large = drawn("float32", "ordinary")[0], drawn("float64", "ordinary")[0]
+
+    x, ignoring = small.copy(), {"ignore_index": 9, **none}
+    x[0, 5], x[1, 6], x[2:4], x[4, 7] = np.nan, np.inf, -np.inf, np.nan
+    problem = {"logits": x, "targets": np.array([0, 1, 2, 9, 9, 3])}
+    yield "float32/edges/no-upstream", ignoring, problem
+    yield "float32/edges/no-softmax", ignoring, problem | {"weight": np.where(np.arange(_CLASSES) < 3, 0.0, 1.5)}
+
+    x = large.copy()
+    x[:, ::5] = -np.inf
+    problem = {"logits": x, "targets": np.array([1, 2, 3, 4, 6, 7]), "weight": np.arange(_CLASSES) % 2 / 1.0}
+    problem["dloss"] = np.array([-0.0, -1.5, 0.0, 2.0, -0.0, np.inf])
+    yield "float64/edges/zero-factor", none, problem
+
+    x, weight = large.copy(), _weight()
+    x[2, 8:], x[3, 20:], x[4, 1], x[5, 3] = -np.inf, -np.inf, np.nan, -np.inf
+    weight[3] = np.inf
+    problem = {"logits": x, "targets": np.array([3, 1, 2, 3, 4, 5]), "weight": weight}
+    yield "float64/edges/infinite-weight", smoothing | none, problem
+
+    x, weight = small.copy(), _weight()
+    x[0, 8], x[1, 10], x[2, 8:], x[3, 9], x[4, [4, 8]], x[5, 8] = [-np.inf] * 6
+    weight[8:10] = -1.0, 0.0
+    problem = {"logits": x, "targets": np.array([1, 1, 2, 3, 4, 8]), "weight": weight}
+    yield "float32/edges/masked-weight", smoothing | none, problem
+
+    x, most = large.copy(), 1.75 * 2.0**1023
+    x[0, 3], x[1, 4], x[2, 5], x[3, [6, 7]], x[4, [7, 8]], x[5, 9] = most, most, -most, most, [most, most / 1.5], -most
+    problem = {"logits": x, "targets": np.array([0, 4, 1, 6, 8, 9])}
+    yield "float64/edges/overflow", none | {"logit_scale": 64.0}, problem
+    yield "float64/edges/smooth-overflow", none | smoothing | {"logit_scale": 64.0}, problem
+
+    weight = _weight()
+    weight[1:3] = 1.0, -1.0
+    problem = {"logits": small, "targets": np.array([1, 2, 1, 2, -100, -100]), "weight": weight}
+    yield "float32/edges/no-weight", {"reduction": "mean", **smoothing}, problem | {"dloss": np.array(2.0)}
+
+
+def drawn(dtype: str, kind: str) -> tuple[Array, Array]:
+    """Return logits and targets."""
+    rng = np.random.default_rng(_KINDS.index(kind))
+    x: Array = rng.integers(-(2**12), 2**12, (_ROWS, _CLASSES)) / 2.0**9
+    targets = rng.integers(0, _CLASSES, _ROWS)
+    rows, most = np.arange(_ROWS), 2.0 ** {"float16": 14, "float64": 900}.get(dtype, 120)
+    if kind == "peaked":
+        x[rows, targets] += 2.0 ** np.arange(2, 8)
+        x[0, targets[0]] = -300.0
+    elif kind == "offset":
+        x += np.array([2040.0, -2048.0, 3000.0, -30000.0, 512.0, 50.0])[:, None]
+        x[4] *= 4.0
+    elif kind == "sizes":
+        x *= 2.0 ** rng.integers(-30, 12, x.shape)
+    elif kind == "huge":
+        x *= 2.0 ** rng.integers(15, 60, x.shape)
+        x[0, :3] = most, most, -most
+        x[1, 7], x[1, targets[1]] = 2.0**61, -(2.0**61)
+        x[2] = -most
+        x[3], x[3, targets[3]] = x[3] / 2.0**50, most
+    elif kind == "special":
+        x[0, ::3], x[0, targets[0]] = -np.inf, 0.0
+        x[1, targets[1]], x[2] = -np.inf, -np.inf
+        x[3, 5], x[4, 6], targets[5] = np.inf, np.nan, -100
+    elif kind == "ties":
+        x = np.sign(x)
+    elif kind == "halfway":  # between two n, which float32 and float64 round apart
+        x[:] = (rng.integers(2800, 2950, x.shape) + 0.5) * 0.6931471805599453
+    with np.errstate(over="ignore"):
+        return x.astype(dtype_named(dtype)), targets
+
+
+def judged(folder: str | os.PathLike[str], results: str | os.PathLike[str]) -> Report:
+    """Compare the bits in the file `results` with those of the vectors in `folder`; `vectors.md` says what it has.
+
+    Raises `FileNotFoundError` if there is no index or no file, and `ValueError` for a malformed index or file, for one
+    of another arithmetic, and for results of no vector.
+    """
+    folder, results = Path(folder), Path(results)
+    entries = _index(folder / INDEX)
+    given = read_results(results, folder, {f"{entry.name}/{name}" for entry in entries for name in entry.results})
+    outcomes = [_outcome(entry, folder / entry.file, given) for entry in entries]
+    for outcome in outcomes:
+        outcome.rerun = shlex.join([*KIT, "--bits", "--vectors", str(folder), "--results", str(results)])
+    return Report(
+        candidate=str(results),
+        offer=EVERYTHING,
+        ranks=(len(_SPLITS) - 1,),
+        versions={"pce_mpi": metadata.version("pce_mpi"), "arithmetic": str(VERSION)},
+        seed=0,
+        strict=True,
+        tolerance=1.0,
+        outcomes=outcomes,
+    )
+
+
+def _index(path: Path) -> list[Entry]:
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict) or content.get("format") != _FORMAT["format"]:
+            raise ValueError(f"its format must be {_FORMAT['format']!r}")
+        if content.get("arithmetic") != VERSION:
+            given = content.get("arithmetic")
+            said = "no arithmetic" if given is None else f"arithmetic {from_json(int, given)}"
+            raise ValueError(f"its bits are those of {said}, and this package has arithmetic {VERSION}")
+        return from_json(list[Entry], content["vectors"])
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be used: {shortened(str(error))}") from error
+
+
+def _outcome(entry: Entry, path: Path, given: Mapping[str, Array]) -> Outcome:
+    outcome = Outcome(entry.name, "other bits", Verdict.PASS, ranks=len(entry.splits) - 1, dtype=entry.dtype)
+    answers = {name: given[f"{entry.name}/{name}"] for name in entry.results if f"{entry.name}/{name}" in given}
+    if not answers:
+        outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "none of its results is given"
+        return outcome
+    with TensorFile(path) as file:
+        right = {name: file.read(f"expected_{name}") for name in answers}
+    texts = {name: difference(answer, right[name], _place(answer)) for name, answer in answers.items()}
+    outcome.findings = [Finding("other bits", f"{name}{text}") for name, text in texts.items() if text]
+    outcome.verdict = Verdict.FAIL if outcome.findings else Verdict.PASS
+    return outcome
+
+
+def _place(answer: Array) -> Any:
+    return lambda place: f" at {[int(each) for each in np.unravel_index(place, answer.shape)]}"

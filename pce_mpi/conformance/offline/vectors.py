@@ -1,0 +1,251 @@
+"""Export the cases as files, for code without MPI or Python, and judge the results of such code.
+
+`export` writes problems and their exact answers as safetensors files, an index in JSON, and a page that explains them;
+`judged` compares a file of results, written in any language, with them. Only cases about numbers are exported, not
+those about modified inputs, repeated bits or deadlocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata, resources
+import inspect
+import json
+import os
+from pathlib import Path
+import shlex
+from typing import Any
+
+import numpy as np
+
+from pce_mpi.conformance import judging
+from pce_mpi.conformance.candidates.catalogue import cases
+from pce_mpi.conformance.candidates.fitting import problem_of
+from pce_mpi.conformance.candidates.offers import EVERYTHING
+from pce_mpi.conformance.judging.causes import agree
+from pce_mpi.conformance.judging.judge import Answer
+from pce_mpi.conformance.judging.outcomes import Finding, Outcome, Report, Verdict, shaped
+from pce_mpi.conformance.problems.cases import Case, Expects, Gradient
+from pce_mpi.conformance.problems.kinds import KINDS
+from pce_mpi.conformance.problems.problem import Array, Problem
+from pce_mpi.conformance.problems.tolerances import Tolerance
+from pce_mpi.conformance.runs.orders import KIT, Orders
+from pce_mpi.conformance.runs.running import settle
+from pce_mpi.conformance.serialization import from_json, to_json
+from pce_mpi.distributed.tensor_files import TensorFile
+from pce_mpi.loss.options import Options
+from pce_mpi.loss.problem import check
+from pce_mpi.text import shortened, shown
+
+_FORMAT = {"format": "pce_mpi conformance vectors", "version": 1}
+INDEX = "index.json"
+# The results of the vector NAME are called NAME/loss, ...
+_RESULTS = ("loss", "dlogits", "refused")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One vector in the index; the page for its users, `vectors.md`, explains the fields."""
+
+    name: str
+    file: str
+    catches: str
+    expects: Expects
+    gradient: bool
+    dtype: str
+    axis: int
+    splits: tuple[int, ...]
+    reduction: str
+    options: dict[str, Any]
+
+
+def export(
+    folder: str | os.PathLike[str],
+    *,
+    ranks: Iterable[int] = (4,),
+    seed: int = 0,
+    pattern: str | Iterable[str] | None = None,
+    dtypes: Iterable[str] | None = None,
+) -> int:
+    """Write the vectors for shards over each number of `ranks` to `folder`, and return how many there are.
+
+    `pattern` and `dtypes` select cases as in `cases`. Other files in `folder` are left alone. Needs safetensors. Raises
+    `ValueError` if no case fits a pattern.
+    """
+    selected = [case for case in cases(EVERYTHING, pattern=pattern, dtypes=dtypes) if _numbers_show(case)]
+
+    def vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
+        for size in dict.fromkeys(ranks):
+            for case in selected:
+                problem = problem_of(case, EVERYTHING, size, seed=seed)
+                # Other memory has the same numbers as in another case.
+                if not problem.gathered and {problem.memory, problem.target_memory, problem.dloss_memory} == {"C"}:
+                    yield _entry(f"{case.name}/{size}-ranks", case, problem), dict(_tensors(case, problem))
+
+    judged_so = f"\n## How results are judged\n\n{inspect.cleandoc(judging.__doc__ or '')}\n"
+    return write(Path(folder), {**_FORMAT, "seed": seed}, vectors(), judged_so)
+
+
+def judged(
+    folder: str | os.PathLike[str], results: str | os.PathLike[str], *, strict: bool = False, tolerance: float = 1.0
+) -> Report:
+    """Compare the safetensors file `results` with the vectors in `folder`; `vectors.md` says what the file has.
+
+    Raises `FileNotFoundError` if there is no index or no file, `ValueError` for a malformed index, safetensors file or
+    vector, and for results of no vector.
+    """
+    seed, entries = _index(Path(folder) / INDEX)
+    given = read_results(results, folder, {f"{entry.name}/{key}" for entry in entries for key in _RESULTS})
+    settings = Orders("", strict=strict, tolerance=tolerance).settings()
+    command = [*KIT, "--vectors", str(folder), "--results", str(results), *settings]
+    outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in entries]
+    agree(outcomes)
+    for outcome in outcomes:
+        outcome.rerun = shlex.join(command)
+    return Report(
+        candidate=str(results),
+        offer=EVERYTHING,
+        ranks=tuple(sorted({outcome.ranks for outcome in outcomes})),
+        versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__},
+        seed=seed,
+        strict=strict,
+        tolerance=tolerance,
+        outcomes=outcomes,
+    )
+
+
+def _numbers_show(case: Case) -> bool:
+    return case.procedure == "plain" and not (case.of_bits or case.needs.keeps_logits or case.form)
+
+
+def _tensors(case: Case, problem: Problem) -> Iterator[tuple[str, Array]]:
+    """Yield the tensors of a vector's file, by name."""
+    yield "logits", problem.logits
+    yield "targets", problem.targets
+    if "weight" in problem.options:
+        yield "weight", problem.options["weight"]
+    if problem.dloss is not None:
+        yield "dloss", problem.dloss
+    if problem.may_be_nan is not None:
+        yield "may_be_nan", problem.may_be_nan
+    if case.expects is not Expects.REFUSAL:
+        loss, dlogits = problem.expected
+        yield "expected_loss", loss
+        yield "expected_dlogits", dlogits
+
+
+def _entry(name: str, case: Case, problem: Problem) -> Entry:
+    return Entry(
+        name=name,
+        file=f"{name}.safetensors",
+        catches=case.catches,
+        expects=case.expects,
+        gradient=case.needs.gradient is not Gradient.NONE,
+        dtype=problem.dtype.name,
+        axis=problem.axis % problem.logits.ndim,
+        splits=problem.splits,
+        reduction=problem.reduction,
+        options={option: value for option, value in problem.options.items() if option != "weight"},
+    )
+
+
+def write(
+    folder: Path, head: dict[str, Any], vectors: Iterable[tuple[Any, Mapping[str, Array]]], more: str = ""
+) -> int:
+    """Write the tensors of each entry, the page with `more` at its end, and the index; return how many there are."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for entry, tensors in vectors:
+        path = folder / entry.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: np.array(array, order="C") for name, array in tensors.items()}, path)
+        entries.append(entry)
+    page = resources.files(__package__).joinpath("vectors.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(page + more, encoding="utf-8")
+    index = json.dumps({**head, "vectors": to_json(entries)}, indent=1, allow_nan=False)
+    (folder / INDEX).write_text(f"{index}\n", encoding="utf-8")
+    return len(entries)
+
+
+def read_results(path: str | os.PathLike[str], folder: str | os.PathLike[str], known: set[str]) -> dict[str, Array]:
+    """Return the results in a file; raise `ValueError` if it has others than the `known` ones of `folder`."""
+    given = _read(Path(path))
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{path} has {shown(unknown[0])}, which is the result of no vector in {folder}")
+    return given
+
+
+def _read(path: Path) -> dict[str, Array]:
+    with TensorFile(path) as file:
+        return {name: file.read(name) for name in file.arrays}
+
+
+def _index(path: Path) -> tuple[int, list[Entry]]:
+    """Return the seed and the vectors of an index; raise `ValueError` if it is malformed."""
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict) or not content.items() >= _FORMAT.items():
+            bits = isinstance(content, dict) and content.get("format") == "pce_mpi bits"
+            hint = ", and these are bits: say --bits" if bits else ""
+            raise ValueError(f"it must be {' of version '.join(map(str, _FORMAT.values()))}{hint}")
+        return from_json(int, content["seed"]), from_json(list[Entry], content["vectors"])
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is malformed: {shortened(str(error))}") from error
+
+
+def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
+    """Return the problem of a file: another version of this package may draw other numbers."""
+    if missing := {"logits", "targets"} - tensors.keys():
+        raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
+    problem = Problem(
+        logits=tensors["logits"],
+        targets=tensors["targets"],
+        splits=entry.splits,
+        kind=KINDS["loss"],
+        options=entry.options | {name: tensors[name] for name in ("weight",) if name in tensors},
+        reduction=entry.reduction,
+        axis=entry.axis,
+        dloss=tensors.get("dloss"),
+        may_be_nan=tensors.get("may_be_nan"),
+    )
+    options = Options(operation="judged", axis=problem.axis, reduction=problem.reduction, **problem.options)
+    check(options, problem.logits, problem.targets)
+    if (problem.dtype.name, problem.classes) != (entry.dtype, entry.splits[-1]):
+        said = f"{entry.splits[-1]} classes in {entry.dtype}"
+        raise ValueError(f"the logits have {problem.classes} classes in {problem.dtype}, and the index says {said}")
+    return problem
+
+
+def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
+    path = folder / entry.file
+    try:
+        return _judged(entry, _problem(entry, _read(path)), given, tolerance)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no problem: {shortened(str(error))}") from error
+
+
+def _judged(entry: Entry, problem: Problem, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
+    outcome = Outcome(entry.name, entry.catches, Verdict.PASS, ranks=problem.ranks, dtype=entry.dtype)
+    outcome = shaped(outcome, problem)
+    loss, dlogits, refused = (given.get(f"{entry.name}/{each}") for each in _RESULTS)
+    refusable = entry.expects is Expects.REFUSAL
+    if refused is None and (loss is None or (dlogits is None and entry.gradient and not refusable)):
+        outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "it, or its gradient, is not among the results"
+    elif refused is None and refusable:
+        outcome.verdict = Verdict.FAIL
+        outcome.findings = [Finding("not refused", "gives an answer, and a refusal was due")]
+    else:
+        case = Case(entry.name, entry.catches, entry.dtype, lambda setting: problem, expects=entry.expects, form=True)
+        answers = [Answer(loss, _part(problem, dlogits, rank)) for rank in range(problem.ranks)]  # type: ignore[arg-type]
+        returned = [([(0, "", answer)], list[Finding]()) for answer in answers]
+        errors = [None if refused is None else "no answer is given"] * problem.ranks
+        settle(outcome, case, lambda which: problem, errors, returned, tolerance, {})
+    return outcome
+
+
+def _part(problem: Problem, dlogits: Array | None, rank: int) -> Array | None:
+    """Return a rank's part of a gradient; of one of another shape, which the judge tells, the whole."""
+    return dlogits if dlogits is None or dlogits.shape != problem.logits.shape else problem.part(dlogits, rank)

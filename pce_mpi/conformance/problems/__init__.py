@@ -1,0 +1,1 @@
+"""Problems: cases, the kinds of candidates, exact answers and tolerances."""

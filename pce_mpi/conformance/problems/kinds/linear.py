@@ -1,0 +1,171 @@
+"""Losses, log-probabilities and entropies of logits hidden @ w: a fused head.
+
+In cases of all kinds hidden is the identity with its rows reversed, so that products are exact, w has the logits and dw
+their gradient: faults have the same formulas. The cases of these kinds alone have real products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+
+from pce_mpi.conformance.problems.cases import Cases, Setting
+from pce_mpi.conformance.problems.generators import random_problem, rounded
+from pce_mpi.conformance.problems.kinds.loss import LOSS
+from pce_mpi.conformance.problems.kinds.statistics import ENTROPY, LOG_PROB
+from pce_mpi.conformance.problems.problem import Array, Kind, Operands, Problem, Told
+from pce_mpi.conformance.problems.textbook import Faults, Textbook, all_ranks, softmax
+from pce_mpi.exact.products import product
+
+# Tiles of the vocabulary that kernels have.
+_TILES = [2**power for power in range(3, 18)]
+
+
+def _fitted(problem: Problem, seed: int) -> Problem:
+    """Return the problem with logits that are the product of the reversed identity and w."""
+    if problem.operands is not None:
+        return problem
+    options = {name: value for name, value in problem.options.items() if name != "bias"}
+    if not problem.rows:
+        return _multiplied(problem, np.zeros((0, 1), problem.dtype), np.ones((1, problem.classes), problem.dtype))
+    hidden = np.eye(problem.rows, dtype=problem.dtype)[::-1]
+    operands = Operands(hidden, problem.row_major(problem.logits)[::-1], with_identity=True)
+    return replace(problem, logits=problem.logits.astype(np.float64), options=options, operands=operands)
+
+
+def _multiplied(problem: Problem, hidden: Array, w: Array) -> Problem:
+    """Return the problem with the exact logits of a product, and of the option `bias`."""
+    options = dict(problem.options)
+    bias = options.pop("bias", None)
+    logits = product(hidden.astype(np.float64), w.astype(np.float64), hidden.shape[-1])
+    if bias is not None:
+        logits = logits + bias.astype(np.float64)
+    operands = Operands(hidden, w, bias)
+    return replace(problem, logits=logits.reshape(problem.logits.shape), options=options, operands=operands)
+
+
+def _faults(b: Textbook) -> Faults:
+    """unsloth#10616; heads that give logits in half precision (trl#4303)."""
+    if softcap := b.problem.options.get("softcap"):
+        shards = np.diff(b.problem.splits)
+        for lanes in dict.fromkeys(int((-shards % tile).sum()) for tile in _TILES):
+            more = np.log1p(lanes * np.exp(-softcap - b.lse))
+            text = f"{lanes} padded columns count with logits of -softcap: they have to be masked after the softcap"
+            yield text, all_ranks(b.but(nll=b.nll + more[:, None], p=b.p * np.exp(-more)[:, None], lse=b.lse + more))
+    operands, dtype = b.problem.operands, b.problem.dtype
+    if dtype.itemsize == 2 and operands is not None and not operands.with_identity:
+        z = b.x.astype(dtype).astype(np.float64) * b.slope if "softcap" not in b.problem.options else b.z
+        yield f"the logits are rounded to {dtype}", all_ranks(b.but(**softmax(z)))
+
+
+def _tell(b: Textbook, name: str, got: Array) -> Told | None:
+    """Name an infinite loss of finite logits (ml-cross-entropy#59), or what `LOSS` tells."""
+    if name == "loss" and (got == np.inf).any() and np.isfinite(b.z).all() and b.nll.max(initial=0.0) < 80.0:
+        text = "the loss is infinite, and all logits are finite: a padded column of -inf is taken for the target's"
+        return Told((text,))
+    return LOSS.tell(b, name, got)
+
+
+CASES = Cases()
+
+
+def _drawn(setting: Setting, features: int = 32, options: tuple[str, ...] = (), coherent: bool = False) -> Problem:
+    problem = random_problem(setting, options=options)
+    rng = np.random.default_rng([setting.seed, 10])
+    hidden = rng.standard_normal((problem.rows, features))
+    w = 3.0 / np.sqrt(features) * rng.standard_normal((features, problem.classes))
+    return _multiplied(problem, rounded(setting, np.abs(hidden) if coherent else hidden), rounded(setting, w))
+
+
+@CASES.case("product/{dtype}", rows=7)
+def _product(setting: Setting) -> Problem:
+    """Random vectors and weights: dhidden that is not summed over the ranks (ml-cross-entropy before #42), or summed
+    where it is partial; products of numbers that were rounded too early.
+    """
+    return _drawn(setting)
+
+
+@CASES.case("chunk-borders/rows", rows=1_037)
+def _rows_of_chunks(setting: Setting) -> Problem:
+    """A last chunk of rows that is not full: rows that are left out of dw, or count twice."""
+    return _drawn(setting, features=4)
+
+
+@CASES.case("chunk-borders/classes", rows=3, classes=2_059)
+def _tiles(setting: Setting) -> Problem:
+    """A last tile of the vocabulary that is not full, on each rank: columns beyond the last one count, or the number
+    that stands for targets of other ranks is that of one of them (ml-cross-entropy#59).
+    """
+    return _drawn(replace(setting, classes=max(1, setting.classes // setting.ranks) * setting.ranks), features=8)
+
+
+@CASES.case("padded-softcap/{dtype}", options=("softcap",), classes=21)
+def _padded_softcap(setting: Setting) -> Problem:
+    """Most logits are near -softcap: padded columns of the last tile that are masked before the softcap have finite
+    logits, and count (unsloth#10616).
+    """
+    problem = _drawn(setting, features=8, options=("softcap",))
+    operands = problem.operands
+    assert operands is not None
+    hidden = rounded(setting, np.abs(operands.hidden.astype(np.float64)) + 1.0)
+    w = rounded(setting, -np.abs(operands.w.astype(np.float64)))
+    return _multiplied(problem, hidden, w)
+
+
+@CASES.case("bias/{dtype}", options=("bias",))
+def _bias(setting: Setting) -> Problem:
+    """A bias of each class, and dbias: a rank has those of its own classes."""
+    return _drawn(setting, options=("bias",))
+
+
+@CASES.case("bias/masks-padding", options=("bias",), special=True)
+def _masking_bias(setting: Setting) -> Problem:
+    """A padded vocabulary that a bias of -inf masks: its probability and its gradients are 0, not nan."""
+    problem = random_problem(setting, options=("bias",))
+    real = max(1, problem.classes - 3)
+    bias = np.where(np.arange(problem.classes) < real, problem.options["bias"], -np.inf)
+    problem = replace(problem, targets=problem.targets % real, options={"bias": rounded(setting, bias)})
+    drawn = _drawn(setting).operands
+    assert drawn is not None
+    return _multiplied(problem, drawn.hidden, drawn.w)
+
+
+@CASES.case("temperature/{dtype}", options=("temperature",))
+def _temperature(setting: Setting) -> Problem:
+    """A temperature: the logits are divided by it, and all gradients have 1 / T as a factor."""
+    return _drawn(setting, options=("temperature",))
+
+
+@CASES.case("accumulated-dw/{dtype}", rows=2_048, classes=12, resizable=False)
+def _accumulated(setting: Setting) -> Problem:
+    """Sums of dw over many chunks that are kept in half precision: small terms of one sign are lost in a large sum."""
+    return _drawn(setting, features=4, coherent=True)
+
+
+def _linear(kind: Kind, name: str, negates: Kind | None = None, tell: bool = True) -> Kind:
+    def faults(book: Textbook) -> Iterator[tuple[str, object]]:
+        return chain(_faults(book), kind.faults(book))
+
+    return replace(
+        kind,
+        arrays=("hidden", "w", *kind.arrays[1:]),
+        options=(*(each for each in kind.options if each != "support"), "temperature", "bias"),
+        told=kind.told.replace(f'kind="{name}"', f'kind="{f"linear_{name}" if name != "loss" else "linear"}"'),
+        faults=faults,
+        tell=_tell if tell else kind.tell,
+        negates=negates,
+        fitted=_fitted,
+        cases=CASES,
+        without=(
+            *("axis", "masked-*", "nan", "plus-inf", "probabilities", "padded-columns/masked"),
+            *("many-rows", "rows-sharded", "several-targets", "large"),
+        ),
+    )
+
+
+LINEAR = _linear(LOSS, "loss")
+LINEAR_LOG_PROB = _linear(LOG_PROB, "log_prob", negates=LINEAR)
+LINEAR_ENTROPY = _linear(ENTROPY, "entropy", tell=False)

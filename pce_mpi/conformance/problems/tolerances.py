@@ -1,0 +1,108 @@
+"""The units of errors, and how many of them pass; `judging` states the rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pce_mpi.arrays import compute_dtype_of, dtype_named
+from pce_mpi.conformance.problems.problem import Array, Problem
+from pce_mpi.conformance.problems.textbook import Textbook
+
+# Bits of the fraction, and the exponent of the smallest normal number.
+_FORMATS = {"float16": (10, -14), "bfloat16": (7, -126), "float32": (23, -126), "float64": (52, -1022)}
+
+_ALLOWED = {"float64": 32.0, "float32": 8.0, "float16": 2.0, "bfloat16": 2.0}
+# Our own functions stay below these; in float64 `dense` errs as well.
+_STRICT = {"float64": 8.0, "float32": 5.0, "float16": 1.0, "bfloat16": 1.0}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The allowed error of an answer.
+
+    Parameters
+    ----------
+    strict : bool
+        Allow 8, 5 and 1 ulp of float64, float32 and the halves, without a floor, in place of 32, 8 and 2.
+    factor : float
+        Multiplies what is allowed.
+    """
+
+    strict: bool = False
+    factor: float = 1.0
+
+
+def allowed(tolerance: Tolerance, dtype: str) -> float:
+    """Return how many ulps of a dtype pass."""
+    return tolerance.factor * (_STRICT if tolerance.strict else _ALLOWED)[dtype]
+
+
+def ulp(values: Any, dtype: str) -> Array:
+    """Return the distance of neighbours in `dtype` around `values`, as float64; the least for subnormals and nan."""
+    fraction, least = _FORMATS[dtype]
+    values = np.nan_to_num(np.asarray(values, np.float64), posinf=0.0, neginf=0.0)
+    exponent = np.where(values == 0, least, np.frexp(values)[1] - 1)
+    return np.ldexp(1.0, np.maximum(exponent, least) - fraction)
+
+
+def coarsest(*dtypes: str) -> str:
+    """Return the dtype with the fewest bits in its fraction."""
+    return min(dtypes, key=lambda dtype: _FORMATS[dtype][0])
+
+
+def finest(*dtypes: str) -> str:
+    """Return the dtype with the most bits in its fraction."""
+    return max(dtypes, key=lambda dtype: _FORMATS[dtype][0])
+
+
+def has_dtype(dtype: str) -> bool:
+    """Return False for bfloat16 without ml_dtypes."""
+    try:
+        dtype_named(dtype)
+    except TypeError:
+        return False
+    return True
+
+
+class Units(NamedTuple):
+    """The size of one ulp.
+
+    loss       shaped as the loss
+    gradient   (rows, classes)
+    at_target  (rows, classes) the entries that are measured by their own size
+    sums       shaped as the loss, in the dtype of the arithmetic
+    """
+
+    loss: Array
+    gradient: Array
+    at_target: Array
+    sums: Array
+
+    @classmethod
+    @np.errstate(all="ignore")
+    def of(cls, problem: Problem, loss_dtype: str, strict: bool) -> Units:
+        """Return the units for a loss that was returned in `loss_dtype`."""
+        arithmetic = compute_dtype_of(problem.dtype).name
+        upstream, slope, opposed = problem.kind.sizes(Textbook.of(problem))
+        loss, gradient = problem.expected
+        exact = np.abs(problem.row_major(gradient))
+        at_target = np.zeros(exact.shape, np.bool_)
+        if problem.with_numbers:
+            counted = np.flatnonzero(problem.valid)
+            at_target[counted, problem.targets.reshape(-1)[counted]] = True
+        size = np.maximum(exact, opposed)
+        others = np.where(np.isfinite(size) & ~at_target, size, 0.0)
+        size = np.where(at_target, size, others.max(axis=-1, keepdims=True, initial=0.0))
+        sums = problem.largest_sums
+        floor = np.maximum(0.0 if strict else ulp(1.0, arithmetic), np.where(sums == 0.0, 0.0, ulp(sums, arithmetic)))
+        by_row = floor * np.nan_to_num(upstream)
+        by_row = by_row.reshape(problem.rows_shape) if problem.reduction == "none" else by_row.sum()
+        return cls(
+            loss=np.maximum(ulp(loss, coarsest(loss_dtype, arithmetic)), by_row),
+            gradient=np.maximum(ulp(size, problem.dtype.name), (floor * np.nan_to_num(slope))[:, None]),
+            at_target=at_target,
+            sums=ulp(loss, arithmetic),
+        )

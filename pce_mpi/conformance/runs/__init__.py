@@ -1,0 +1,1 @@
+"""Runs: each case is called on all ranks, in jobs that may hang or crash."""

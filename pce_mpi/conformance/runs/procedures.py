@@ -1,0 +1,341 @@
+"""The procedures that call a candidate: once, twice, two calls at once; and the checks beside its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pce_mpi.arrays import as_array, library_named, to_host
+from pce_mpi.conformance.candidates.adapters.torch_tensors import tensor_of
+from pce_mpi.conformance.candidates.offers import Offer
+from pce_mpi.conformance.judging.bits import difference
+from pce_mpi.conformance.judging.judge import Answer, answered
+from pce_mpi.conformance.judging.outcomes import Finding
+from pce_mpi.conformance.problems.cases import grid
+from pce_mpi.conformance.problems.kinds.step import TrainingStep
+from pce_mpi.conformance.problems.problem import Array, Problem, stored
+from pce_mpi.conformance.runs.results import BadResult, gradients_of, results_of
+from pce_mpi.conformance.text import error_text, meant
+from pce_mpi.memory import shares_memory
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass
+class Trial:
+    """One rank's part of a case.
+
+    `problem(0)` is the case's, `problem(1)` another of the same kind, for procedures that need two. `answers` are to be
+    judged, each with the number of its problem and a name; `on_one_rank` has the answers to compare their bits with, by
+    that number; `findings` are faults that the procedure has seen. Only where it `watches_logits`, a call that
+    overwrites them or returns their memory is one: it would be so in every case.
+    """
+
+    candidate: Callable[..., Any]
+    offer: Offer
+    comm: MPI.Intracomm | None
+    problem: Callable[[int], Problem]
+    watches_logits: bool = True
+    answers: list[tuple[int, str, Answer]] = field(default_factory=list)
+    on_one_rank: dict[int, Answer] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def call(self, which: int = 0, *, backward: bool = True) -> _Call:
+        """Call the candidate, and the backward function that it returns, with one of the problems."""
+        call = _Call(self, self.problem(which))
+        call.run(self.comm)
+        if backward:
+            call.backward()
+        return call
+
+    def call_on_one_rank(self) -> None:
+        """Call the candidate with all classes, alone on each rank: one that sends to others does not hang."""
+        from mpi4py import MPI
+
+        alone = MPI.COMM_SELF.Dup()
+        try:
+            for which in dict.fromkeys(which for which, _, _ in self.answers):
+                problem = self.problem(which)
+                call = _Call(self, replace(problem, splits=(0, problem.classes)), alone.rank)
+                call.run(alone)
+                call.backward()
+                self.on_one_rank[which] = call.answer()
+        except Exception as error:
+            text = error_text(error)
+            self.find("other bits", f"raised on one rank, with all classes, where several ranks returned: {text}")
+        finally:
+            alone.Free()
+
+    def judge(self, answer: Answer, which: int = 0, name: str = "") -> None:
+        """Leave `answer` to the judge; `name` says which of several it is."""
+        self.answers.append((which, name, answer))
+
+    def find(self, kind: str, text: str) -> None:
+        """Report a fault."""
+        self.findings.append(Finding(kind, text))
+
+
+class _Call:
+    """A call of the candidate: its arguments and results."""
+
+    def __init__(self, trial: Trial, problem: Problem, rank: int | None = None) -> None:
+        self._trial, self._offer, self._problem = trial, trial.offer, problem
+        self._watched: dict[str, _Watched] = {}
+        if rank is None:
+            rank = 0 if trial.comm is None else trial.comm.rank
+        shard = problem.shard(rank)
+        options = dict(shard.options)
+        if len(self._offer.reductions) < 2:
+            del options["reduction"]
+        if not self._offer.any_axis or options["axis"] in (-1, problem.logits.ndim - 1):
+            del options["axis"]
+        if "ignore_index" not in self._offer.options:
+            options.pop("ignore_index", None)
+        for name in {"weight", "bias"} & options.keys():
+            options[name] = self._hand(name, options[name])
+        if "support" in options:
+            options["support"] = tuple(
+                map(self._hand, ("the support's ids", "the support's offsets"), options["support"])
+            )
+        self._arrays = {name: self._hand(name, array) for name, array in shard.arrays.items()}
+        facts = {"class_start": shard.class_start, "num_classes": shard.num_classes}
+        self._options = {name: fact for name, fact in facts.items() if name in problem.kind.facts} | options
+        self.loss: Any = None
+        self.gradients: Mapping[str, Any] = {}
+        self._backward: Callable[[Any], Any] | None = None
+
+    def _hand(self, name: str, array: Array) -> Any:
+        handed = _as_library(array, self._offer.arrays)
+        if self._problem.copies == 1:  # else there is no memory for a copy of it
+            self._watched[name] = _Watched(array, handed)
+        return handed
+
+    def run(self, comm: MPI.Intracomm | None, **more: Any) -> None:
+        """Call the candidate."""
+        returned = self._trial.candidate(*self._arrays.values(), comm=comm, **self._options, **more)
+        self.loss, self.gradients, self._backward = results_of(returned, self._offer, self._problem, self._given)
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        return self._options | self._arrays
+
+    def backward(self, dloss: Array | None = None) -> None:
+        """Call the backward function, if there is one, with the upstream gradient of the problem unless given."""
+        if self._backward is None:
+            return
+        problem = self._problem
+        if dloss is None:
+            dloss = np.ones(problem.loss_shape) if problem.dloss is None else problem.dloss
+        dloss = dloss.astype(to_host(self.loss).dtype)
+        if dloss.size == self.loss.size and problem.copies == 1:
+            dloss = dloss.reshape(self.loss.shape)
+        dloss = stored(problem.repeated(dloss), problem.dloss_memory)
+        returned = self._backward(self._hand("the upstream gradient", dloss))
+        self.gradients = gradients_of(returned, problem, self._given)
+
+    def answer(self) -> Answer:
+        """Return copies of the results so far."""
+        gradients = {name: to_host(each).copy() for name, each in self.gradients.items()}
+        return answered(self._problem, to_host(self.loss).copy(), gradients)
+
+    def compare(self, saved: Answer) -> None:
+        """Report results that another call has changed since they were saved."""
+        for what, _, _ in _differing(saved, self.answer()):
+            self._trial.find("overwritten", f"a second call changed the {what} that the first one had returned")
+
+    def check(self) -> None:
+        """Report arguments that have changed, and results that share memory with another array."""
+        results = {"the gradient" if name == "dlogits" else name: each for name, each in self.gradients.items()}
+        free = set() if self._trial.watches_logits and not self._offer.overwrites_logits else {"logits"}
+        for name, watched in self._watched.items():
+            declared = f"; {meant(overwrites_logits=True)}" * (name == "logits")
+            if name not in free and watched.changed():
+                were = "were" if name[-1] == "s" else "was"
+                self._trial.find("inputs modified", f"{name} {were} modified{declared}")
+            if watched.changed_beside():
+                self._trial.find("inputs modified", f"memory between or beside the elements of {name} was modified")
+            for result, array in {"the loss": self.loss, **results}.items():
+                if name not in free and shares_memory(array, watched.handed):
+                    self._trial.find("aliasing", f"{result} shares memory with {name}{declared}")
+        for result, array in results.items():
+            if shares_memory(self.loss, array):
+                self._trial.find("aliasing", f"the loss shares memory with {result}")
+
+
+class _Watched:
+    """An argument of the candidate, and its bytes before the call, those between its elements included."""
+
+    def __init__(self, array: Array, handed: Any) -> None:
+        self.handed = as_array(handed, "input")
+        self._whole = array.base if isinstance(self.handed, np.ndarray) else None
+        self._view = array
+        self._before = to_host(self.handed).tobytes()
+        self._beside = self._others()
+
+    def changed(self) -> bool:
+        """Return True if any element differs now."""
+        return to_host(self.handed).tobytes() != self._before
+
+    def changed_beside(self) -> bool:
+        """Return True if any byte between or beside the elements differs now."""
+        return self._others() != self._beside
+
+    def _others(self) -> bytes:
+        """Return the bytes of the array that this one is a view of, with 0 in the place of its elements."""
+        if self._whole is None:
+            return b""
+        copy = self._whole.copy(order="K")
+        start = self._view.__array_interface__["data"][0] - self._whole.__array_interface__["data"][0]
+        np.ndarray(self._view.shape, self._view.dtype, copy, start, self._view.strides)[...] = 0
+        return copy.tobytes()
+
+
+def _as_library(array: Array, library: str) -> Any:
+    """Return `array` as an array of that library: on the same memory, or on the GPU."""
+    return tensor_of(array) if library == "torch" else library_named(library).asarray(array)
+
+
+def _plain(trial: Trial) -> None:
+    call = trial.call()
+    trial.judge(call.answer())
+    call.check()
+
+
+def _backward_twice(trial: Trial) -> None:
+    call = trial.call()
+    first, before = call.gradients, call.answer()
+    call.backward()
+    kept = answered(trial.problem(0), before.loss, {name: to_host(each) for name, each in first.items()})
+    if any(_differing(before, kept)):
+        trial.find("overwritten", "the second backward pass changed the gradient that the first one had returned")
+    trial.judge(before, name="first backward pass")
+    trial.judge(call.answer(), name="second backward pass")
+    call.check()
+
+
+def _two(trial: Trial, *, at_once: bool) -> None:
+    """Make two calls, the second one before the backward pass of the first one or after it."""
+    first = trial.call(0, backward=not at_once)
+    before = first.answer()
+    second = trial.call(1, backward=not at_once)
+    first.compare(before)
+    for which, nth, call, answer in ((0, "first", first, before), (1, "second", second, second.answer())):
+        if at_once:
+            call.backward()
+            answer = call.answer()
+        trial.judge(answer, which, f"{nth} of two losses")
+        call.check()
+
+
+def _run_twice(trial: Trial) -> None:
+    first, second = (trial.call().answer() for _ in range(2))
+    for what, a, b in _differing(first, second):
+        trial.find("not deterministic", f"two calls with the same arguments gave two {what}s{difference(a, b)}")
+    trial.judge(first)
+
+
+def _rows_sharded(trial: Trial) -> None:
+    """Call the candidate on a grid of ranks; bring the rows of a shard together for the judge."""
+    if trial.comm is None:
+        _plain(trial)
+        return
+    rows_apart, shards = grid(trial.comm.size)
+    whole, rank = trial.problem(0), trial.comm.rank
+    over_classes: Any = trial.comm.Split(rank // shards)
+    over_rows: Any = trial.comm.Split(rank % shards)
+    start, stop = (whole.rows * each // rows_apart for each in (over_rows.rank, over_rows.rank + 1))
+    mine = replace(
+        whole, logits=whole.logits[start:stop], targets=whole.targets[start:stop], splits=whole.splits[: shards + 1]
+    )
+    call = _Call(trial, mine, over_classes.rank)
+    call.run(over_classes, batch_comm=over_rows)
+    call.backward()
+    answer = call.answer()
+    gradient = answer.dlogits
+    if gradient is not None:
+        gradient = np.concatenate(over_rows.allgather(gradient))
+        if rank >= shards:  # these ranks have no shard of their own for the judge
+            gradient = gradient[:, :0]
+    trial.judge(Answer(answer.loss, gradient))
+    over_classes.Free()
+    over_rows.Free()
+
+
+def _several_targets(trial: Trial) -> None:
+    """Judge each of three targets a row by itself; the problems have the same logits."""
+    problems = [trial.problem(which) for which in range(3)]
+    call = _Call(trial, replace(problems[0], targets=np.stack([each.targets for each in problems], axis=-1)))
+    call.run(trial.comm)
+    shape = (*problems[0].rows_shape, len(problems))
+    if call.loss.shape != shape:
+        noun = problems[0].kind.noun
+        trial.find("shape", f"{noun} has shape {tuple(call.loss.shape)}, where that of the targets is due, {shape}")
+        return
+    for which in range(len(problems)):
+        call.backward(np.broadcast_to(np.arange(len(problems)) == which, shape).astype(np.float64))
+        each = call.answer()
+        trial.judge(Answer(each.loss[..., which], each.dlogits), which, f"target {which + 1} of {len(problems)}")
+    call.check()
+
+
+def _copies(trial: Trial) -> None:
+    """Judge the least and the greatest number that the copies of each row gave."""
+    call, problem = trial.call(), trial.problem(0)
+    given = call.loss, *call.gradients.values()
+    loss, *gradient = (to_host(each).reshape(problem.copies, -1, *each.shape[1:]) for each in given)
+    for name, one in (("the least of all copies", np.min), ("the greatest of all copies", np.max)):
+        trial.judge(Answer(one(loss, axis=0), *(one(each, axis=0) for each in gradient)), name=name)
+
+
+def _step(trial: Trial) -> None:
+    """Call the candidate for each micro-batch of this rank, as a trainer does, and judge what its tokens count."""
+    step, rank = trial.problem(0), 0 if trial.comm is None else trial.comm.rank
+    assert isinstance(step, TrainingStep)
+    parts = step.micro_batches(rank)
+    gradients: list[Array] = []
+    losses = np.zeros(len(parts))
+    for number, part in enumerate(parts):
+        call = _Call(trial, part, 0)
+        targets = [_as_library(each.targets.copy(), trial.offer.arrays) for each in parts]
+        call.run(trial.comm, context_ranks=step.context_ranks, micro_batches=targets)
+        call.backward()
+        call.check()
+        answer = call.answer()
+        assert answer.dlogits is not None
+        if answer.dlogits.size != part.logits.size:
+            raise BadResult(f"gradient has shape {answer.dlogits.shape}, where {part.logits.shape} is due")
+        if answer.loss.size != 1:
+            raise BadResult(f"loss has shape {answer.loss.shape}, where one number is due")
+        if np.isnan(answer.loss.astype(np.float64)).any():
+            where = "no token of it is valid" * (not part.valid.any()) or "some of its tokens are valid"
+            trial.find("loss", f"the loss of micro-batch {number} is nan, where {where}")
+        gradients.append(answer.dlogits)
+        losses[number] = answer.loss.astype(np.float64).reshape(())
+    trial.judge(Answer(step.weights(rank, gradients).astype(step.dtype), products={"losses": losses}))
+
+
+PROCEDURES: dict[str, Callable[[Trial], None]] = {
+    "plain": _plain,
+    "backward-twice": _backward_twice,
+    "two-at-once": partial(_two, at_once=True),
+    "one-after-the-other": partial(_two, at_once=False),
+    "run-twice": _run_twice,
+    "rows-sharded": _rows_sharded,
+    "copies": _copies,
+    "several-targets": _several_targets,
+    "step": _step,
+}
+
+
+def _differing(first: Answer, second: Answer) -> Iterator[tuple[str, Array, Array]]:
+    """Yield the results, by name, whose bits are not the same in both."""
+    before, after = ({"loss": each.loss, "gradient": each.dlogits, **each.products} for each in (first, second))
+    for what, a in before.items():
+        b = after[what]
+        if a is not None and b is not None and (a.shape, a.dtype, a.tobytes()) != (b.shape, b.dtype, b.tobytes()):
+            yield what, a, b

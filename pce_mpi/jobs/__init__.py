@@ -1,0 +1,1 @@
+"""Jobs of ranks, from outside: find the launcher, and end all that it started."""
