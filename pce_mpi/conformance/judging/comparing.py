@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import math
+from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.problems.problem import Array, Problem
-from pce_mpi.conformance.problems.tolerances import Tolerance, Units, allowed, coarsest, finest
+from pce_mpi.conformance.problems.tolerances import Tolerance, Units, allowed, coarsest, finest, ulp
 
 _MAP_ROWS, _MAP_CLASSES = 48, 192
 
@@ -24,6 +25,28 @@ def errors_in(got: Array, exact: Array, unit: Array) -> Array:
     same = (wide == rounded) | (np.isnan(wide) & np.isnan(exact))
     special = ~np.isfinite(wide) | ~np.isfinite(exact)
     return np.where(special, np.where(same, 0.0, np.inf), error)
+
+
+def errors_of_losses(
+    losses: Sequence[Array],
+    exact: Array,
+    of: np.dtype[Any],
+    floor: Array,
+    room: Array,
+    added: int,
+    tolerance: Tolerance,
+) -> tuple[str, Array, Array, Array]:
+    """Return the dtype of an ulp, its size, how many are allowed, and the errors of each rank's losses.
+
+    The logits are `of` a dtype, an ulp is at least `floor`, and a loss adds up so many rows and has `room` for more.
+    """
+    arithmetic = compute_dtype_of(of).name
+    dtype = finest(coarsest(arithmetic, *(loss.dtype.name for loss in losses)), of.name)
+    unit = np.maximum(ulp(exact, coarsest(dtype, arithmetic)), floor)
+    limit = np.full(np.shape(exact), allowed(tolerance, dtype))
+    limit += room / unit
+    limit += math.log2(max(1, added)) * ulp(exact, arithmetic) / unit
+    return dtype, unit, limit, np.stack([errors_in(loss, exact, unit) for loss in losses])
 
 
 def ulps_off(exact: float, error: float, allowed: float, unit: float, dtype: str) -> str:
@@ -102,23 +125,18 @@ class Losses(Compared):
     def __init__(self, problem: Problem, losses: Sequence[Array], tolerance: Tolerance) -> None:
         self._problem, self._name = problem, problem.kind.noun
         self.losses = losses
-        arithmetic = compute_dtype_of(problem.dtype).name
-        returned = coarsest(arithmetic, *(loss.dtype.name for loss in losses))
-        self._dtype = finest(returned, problem.dtype.name)
-        units = Units.of(problem, self._dtype, tolerance.strict)
-        exact = problem.expected[0]
-        limit = np.full(exact.shape, allowed(tolerance, self._dtype))
-        limit += problem.room / units.loss
-        if problem.reduction != "none":
-            limit += math.log2(max(1, problem.rows)) * units.sums / units.loss
+        exact, floor = problem.expected[0], Units.of(problem, tolerance.strict).floor
+        added = problem.rows if problem.reduction != "none" else 1
+        self._dtype, unit, limit, self._errors = errors_of_losses(
+            losses, exact, problem.dtype, floor, problem.room, added, tolerance
+        )
         self._got = np.stack([loss.astype(np.float64) for loss in losses])
-        self._errors = np.stack([errors_in(loss, exact, units.loss) for loss in losses])
         if problem.may_be_nan is not None and not tolerance.strict:
             counts = (problem.may_be_nan & problem.valid).reshape(problem.rows_shape)
             forgiven = counts if problem.reduction == "none" else counts.any()
             self._errors[np.isnan(self._got) & forgiven] = 0.0
         shape = self._errors.shape
-        self._exact, self._unit, self._allowed = (np.broadcast_to(each, shape) for each in (exact, units.loss, limit))
+        self._exact, self._unit, self._allowed = (np.broadcast_to(each, shape) for each in (exact, unit, limit))
         if problem.operands is not None and not problem.operands.with_identity:
             self._plain = np.broadcast_to(problem.with_plain_product.expected[0], shape)
         self._quantities = [(self._name, np.ones(shape, np.bool_))]
@@ -163,7 +181,7 @@ class Gradients(Compared):
         self._dtype = problem.dtype.name
         self._exact = problem.row_major(problem.expected[1])
         self._allowed = np.full(self._exact.shape, allowed(tolerance, self._dtype))
-        units = Units.of(problem, self._dtype, tolerance.strict)
+        units = Units.of(problem, tolerance.strict)
         self._unit, self._at_target = units.gradient, units.at_target
         self._quantities = [("gradient", ~self._at_target), ("gradient at targets", self._at_target)]
         whole = list(shards) if problem.gathered else [np.concatenate(shards, axis=problem.axis)]

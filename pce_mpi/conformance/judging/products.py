@@ -53,7 +53,7 @@ class Product(Compared):
             self._parts = exact[None]
             whole = [np.concatenate(given, axis=-1).astype(np.float64).reshape(exact.shape)]
         self._got = np.stack(whole)
-        of_gradient = Units.of(problem, self._dtype, tolerance.strict).gradient
+        of_gradient = Units.of(problem, tolerance.strict).gradient
         left, right = self._factors(of_gradient)
         blurred = np.sqrt(left**2 @ right**2)
         size = ulp(np.abs(a) @ np.abs(b), wide.name) + ulp(np.abs(self._parts).sum(axis=0), self._dtype)

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-import math
 import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.judging.comparing import Gradients, errors_in, ulps_off
+from pce_mpi.conformance.judging.comparing import Gradients, errors_in, errors_of_losses, ulps_off
 from pce_mpi.conformance.judging.judge import Answer, judge
 from pce_mpi.conformance.judging.outcomes import Accuracy, Finding
 from pce_mpi.conformance.offline.recorded_causes import (
@@ -30,7 +29,7 @@ from pce_mpi.conformance.offline.recordings import LOGITS, NUMBERS, Piece, Recor
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.problem import Array, Problem, row_name
 from pce_mpi.conformance.problems.textbook import Textbook
-from pce_mpi.conformance.problems.tolerances import Tolerance, allowed, coarsest, finest, ulp
+from pce_mpi.conformance.problems.tolerances import Tolerance, allowed, least_unit, ulp
 
 _USUAL = Tolerance()
 # Faults are named by so many rows, or more if they have no more logits than a piece: few could be named by accident.
@@ -197,20 +196,15 @@ class Judge:
         ]
 
     def _losses(self, name: str) -> tuple[Measured, Finding | None]:
-        """Compare the numbers of all ranks with the exact ones; `comparing.Losses` does so where a problem is small."""
+        """Compare the numbers of all ranks with the exact ones."""
         recording, exact, upstream = self._recording, self._exact[name], self._upstream[name]
         got = recording.losses(name)
         arithmetic = compute_dtype_of(recording.dtype).name
-        dtype = finest(coarsest(arithmetic, *(each.dtype.name for each in got)), recording.dtype.name)
-        floor, flips = ulp(np.maximum(1.0, self._products), arithmetic) * np.nan_to_num(upstream), self._flips[name]
+        floor, flips = least_unit(self._products, arithmetic) * np.nan_to_num(upstream), self._flips[name]
         if name == "loss" and recording.reduction != "none":
             exact, floor, flips = (each.sum() / self._divisor for each in (exact, floor, flips))
-        exact, limit = np.asarray(exact), np.full(np.shape(exact), allowed(_USUAL, dtype))
-        unit = np.maximum(ulp(exact, coarsest(dtype, arithmetic)), floor)
-        limit += flips / unit
-        if exact.ndim == 0:
-            limit += math.log2(recording.rows) * ulp(exact, arithmetic) / unit
-        by_rank = np.stack([errors_in(each, exact, unit) for each in got])
+        exact, added = np.asarray(exact), 1 if np.ndim(exact) else recording.rows
+        dtype, unit, limit, by_rank = errors_of_losses(got, exact, recording.dtype, floor, flips, added, _USUAL)
         differ = np.any([(each != got[0]) & ~(np.isnan(each) & np.isnan(got[0])) for each in got], axis=0)
         errors = by_rank.max(axis=0)
         # Beside what is allowed; more than 1 where ranks differ, too.

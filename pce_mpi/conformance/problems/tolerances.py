@@ -67,28 +67,30 @@ def has_dtype(dtype: str) -> bool:
     return True
 
 
+def least_unit(sums: Array, arithmetic: str, strict: bool = False) -> Array:
+    """Return the least ulp of each row: that of a term of size 1, or of the largest sum in its products, 0 for none."""
+    return np.maximum(0.0 if strict else ulp(1.0, arithmetic), np.where(sums == 0.0, 0.0, ulp(sums, arithmetic)))
+
+
 class Units(NamedTuple):
     """The size of one ulp.
 
-    loss       shaped as the loss
+    floor      shaped as the loss, of which an ulp is never less
     gradient   (rows, classes)
     at_target  (rows, classes) the entries that are measured by their own size
-    sums       shaped as the loss, in the dtype of the arithmetic
     """
 
-    loss: Array
+    floor: Array
     gradient: Array
     at_target: Array
-    sums: Array
 
     @classmethod
     @np.errstate(all="ignore")
-    def of(cls, problem: Problem, loss_dtype: str, strict: bool) -> Units:
-        """Return the units for a loss that was returned in `loss_dtype`."""
+    def of(cls, problem: Problem, strict: bool) -> Units:
+        """Return the units of a problem."""
         arithmetic = compute_dtype_of(problem.dtype).name
         upstream, slope, opposed = problem.kind.sizes(Textbook.of(problem))
-        loss, gradient = problem.expected
-        exact = np.abs(problem.row_major(gradient))
+        exact = np.abs(problem.row_major(problem.expected[1]))
         at_target = np.zeros(exact.shape, np.bool_)
         if problem.with_numbers:
             counted = np.flatnonzero(problem.valid)
@@ -96,13 +98,11 @@ class Units(NamedTuple):
         size = np.maximum(exact, opposed)
         others = np.where(np.isfinite(size) & ~at_target, size, 0.0)
         size = np.where(at_target, size, others.max(axis=-1, keepdims=True, initial=0.0))
-        sums = problem.largest_sums
-        floor = np.maximum(0.0 if strict else ulp(1.0, arithmetic), np.where(sums == 0.0, 0.0, ulp(sums, arithmetic)))
+        floor = least_unit(problem.largest_sums, arithmetic, strict)
         by_row = floor * np.nan_to_num(upstream)
         by_row = by_row.reshape(problem.rows_shape) if problem.reduction == "none" else by_row.sum()
         return cls(
-            loss=np.maximum(ulp(loss, coarsest(loss_dtype, arithmetic)), by_row),
+            floor=by_row,
             gradient=np.maximum(ulp(size, problem.dtype.name), (floor * np.nan_to_num(slope))[:, None]),
             at_target=at_target,
-            sums=ulp(loss, arithmetic),
         )
