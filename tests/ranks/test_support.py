@@ -7,11 +7,11 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
-from pce_mpi import Mesh, Replicate, Shard, dense
+from pce_mpi import Mesh, Replicate, Shard
 from pce_mpi.hollow import hollow
 from ranks.exact import DIGITS, exact_statistics
-from ranks.grids import mesh_of, squarest
-from ranks.problems import SPLITS, is_same, split
+from ranks.grids import mesh_of
+from ranks.problems import is_same, split
 from ulps import STATISTICS, errors
 
 ROWS, CLASSES = 9, 37
@@ -75,67 +75,6 @@ def test_support_has_bits_of_row_of_its_classes(comm, name, dtype):
         expected = np.zeros(CLASSES, dtype)
         expected[members] = pce.class_statistics_backward(kept, **{k: v[row : row + 1] for k, v in upstream.items()})[0]
         assert same_numbers(gradient[row], expected[mine]), row
-
-
-@pytest.mark.parametrize("how", SPLITS)
-def test_support_of_any_split_has_same_bits(comm, how):
-    logits, targets, support, upstream = problem()
-    several = np.stack([targets, targets[::-1], np.zeros(ROWS, int)], 1)
-    shard, given = shard_of(comm, logits, how)
-    mine = slice(given["class_start"], given["class_start"] + shard.shape[1])
-    for chosen, outside in ((targets, "raise"), (targets[::-1], "-inf"), (targets[::-1], "add"), (several, "-inf")):
-        asked = dict(upstream)
-        if chosen.ndim > 1:
-            asked["log_prob"] = np.random.default_rng(2).standard_normal(chosen.shape)
-        options = {"support": support, "outside": outside}
-        expected, whole = pce.class_statistics_forward(logits, chosen, **options)
-        with pce.trace() as trace:
-            found, residuals = pce.class_statistics_forward(shard, chosen, **given, **options)
-        assert trace.bytes("all_reduce") == (88 if chosen.ndim == 1 else 80 + 3 * 4) * ROWS
-        for name, values in expected._asdict().items():
-            assert same_numbers(getattr(found, name), values), name
-        with pce.trace() as trace:
-            gradient = pce.class_statistics_backward(residuals, **asked)
-        assert trace.count(purpose=None) == 0
-        assert is_same(gradient, pce.class_statistics_backward(whole, **asked)[:, mine])
-
-
-@pytest.mark.sizes(1)  # the test above shows that others have the same bits
-@pytest.mark.parametrize("outside", ["-inf", "add"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_support_is_that_of_oracle(name, outside):
-    logits, targets, support, upstream = problem(np.float64)
-    options = {key: value for key, value in OPTIONS[name].items() if key != "compute_dtype"}
-    options |= {"support": support, "outside": outside}
-    several = np.stack([targets[::-1], targets, np.full(ROWS, -100)], 1)
-    for chosen in (targets[::-1].copy(), several, None):
-        expected = dense.class_statistics(logits, chosen, **options)
-        found, residuals = pce.class_statistics_forward(logits, chosen, **options)
-        for each, values in expected._asdict().items():
-            if values is not None:
-                np.testing.assert_allclose(getattr(found, each), values, rtol=1e-12, atol=1e-14, err_msg=each)
-        asked = dict(upstream, log_prob=None if chosen is None else np.random.default_rng(3).normal(size=chosen.shape))
-        wanted = dense.class_statistics_backward(logits, chosen, **asked, **options)
-        gradient = pce.class_statistics_backward(residuals, **asked)
-        np.testing.assert_allclose(gradient, wanted, rtol=1e-11, atol=1e-13)
-
-
-@pytest.mark.sizes(1)  # as above
-def test_gradient_over_support_is_that_of_differences():
-    logits, targets, support, upstream = problem(np.float64, spread=1.0)
-    logits[2] = np.arange(CLASSES) / 7
-    _, residuals = pce.class_statistics_forward(logits, targets, support=support)
-    gradient = pce.class_statistics_backward(residuals, **upstream)
-
-    def total(x):
-        found = dense.class_statistics(x, targets, support=support)
-        return sum((getattr(found, name) * upstream[name]).sum() for name in NAMES)
-
-    rng, step = np.random.default_rng(4), 6e-6
-    for _ in range(5):
-        direction = rng.standard_normal(logits.shape)
-        slope = (total(logits + step * direction) - total(logits - step * direction)) / (2 * step)
-        np.testing.assert_allclose((gradient * direction).sum(), slope, rtol=1e-8)
 
 
 @pytest.mark.parametrize("above", [0.0, 5.0, 20.0, 80.0])
@@ -208,39 +147,6 @@ def test_order_of_ids_does_not_matter(comm):
         assert all(map(is_same, results[0], other))
 
 
-def test_axis_of_classes_may_be_any(comm):
-    logits, targets, support, upstream = problem()
-    expected, whole = pce.class_statistics_forward(logits, targets, support=support)
-    gradient = pce.class_statistics_backward(whole, **upstream)
-    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
-    shard = logits[:, mine].reshape(3, 3, -1).transpose(0, 2, 1)  # (3, classes, 3), not contiguous
-    for out in (None, np.empty_like(shard), shard.copy(order="K")):
-        given = shard if out is None or out.size == 0 else out
-        given[...] = logits[:, mine].reshape(3, 3, -1).transpose(0, 2, 1)
-        found, residuals = pce.class_statistics_forward(
-            given, targets.reshape(3, 3), axis=1, comm=comm, num_classes=CLASSES, support=support
-        )
-        for name, values in expected._asdict().items():
-            assert is_same(getattr(found, name), values.reshape(3, 3))
-        asked = {name: values.reshape(3, 3) for name, values in upstream.items()}
-        back = pce.class_statistics_backward(residuals, **asked, out=out)
-        assert out is None or back is out
-        assert np.array_equal(back, gradient[:, mine].reshape(3, 3, -1).transpose(0, 2, 1))
-
-
-def test_support_leaves_its_arrays_alone(comm):
-    logits, targets, (ids, offsets), upstream = problem()
-    shard, given = shard_of(comm, logits)
-    before = [each.copy() for each in (shard, targets, ids, offsets)]
-    found, residuals = pce.class_statistics_forward(shard, targets, support=(ids, offsets), **given)
-    expected = pce.class_statistics_backward(residuals, **upstream)
-    for array, kept in zip((shard, targets, ids, offsets), before, strict=True):
-        assert is_same(array, kept)
-    ids[:], offsets[1:-1], targets[:] = 0, 0, 0  # residuals have copies of class numbers
-    found.argmax[...] = 0
-    assert is_same(pce.class_statistics_backward(residuals, **upstream), expected)
-
-
 WRONG = [
     ({"support": 3}, TypeError, r"support must be a pair \(ids, offsets\), or what nucleus gives, got int"),
     ({"support": (np.zeros(3), np.zeros(10, int))}, TypeError, "ids of the support must be integers with one axis"),
@@ -292,21 +198,6 @@ def test_class_of_support_out_of_range_raises(comm, change, text):
         pce.class_statistics(**right | {"logits": shard, **given} | change)
 
 
-def test_ranks_must_have_one_support(comm, several):
-    logits, targets, (ids, offsets), _ = problem()
-    shard, given = shard_of(comm, logits)
-    others = {"support": (ids, offsets), "outside": "-inf"}
-    for change, text in (
-        ({"support": None}, "ranks disagree on support: 'checksum"),
-        ({"support": (np.where(ids == ids[0], (ids + 1) % CLASSES, ids)[:1], np.r_[0, [1] * ROWS])}, "on support"),
-        ({"outside": "add"}, "ranks disagree on outside: '-inf'"),
-    ):
-        with pytest.raises(pce.CollectiveError, match=text):
-            pce.class_statistics(shard, targets, **given, **others | (change if comm.rank == comm.size - 1 else {}))
-    with pytest.raises(pce.CollectiveError, match=r"ranks disagree on support: 'not given' \(rank 0\)|'checksum"):
-        pce.class_statistics(shard, targets, **given, **others | ({"support": None} if comm.rank == 0 else {}))
-
-
 @pytest.mark.sizes(1, 2)
 def test_cupy_arrays_have_same_support(comm, cupy):
     for dtype in (np.float16, np.float32, np.float64):
@@ -327,32 +218,6 @@ def test_cupy_arrays_have_same_support(comm, cupy):
 
 
 # ------------------------------------------------------------------------------------------------ distributed arrays
-
-
-@pytest.mark.parametrize("shape", [(ROWS, CLASSES), (3, CLASSES, 3), (CLASSES, ROWS)], ids=str)
-def test_distributed_support_has_bits_of_one_process(comm, shape):
-    logits, targets, support, upstream = problem()
-    axis = shape.index(CLASSES)
-    rows = shape[:axis] + shape[axis + 1 :]
-    logits = np.moveaxis(logits.reshape(*rows, CLASSES), -1, axis)
-    targets = targets.reshape(rows)
-    given = {name: each.astype(np.float32).reshape(rows) for name, each in upstream.items()}
-    expected, residuals = pce.class_statistics_forward(logits, targets, axis=axis, support=support)
-    gradient = pce.class_statistics_backward(residuals, **given)
-    mesh, other = mesh_of(comm, *squarest(comm.size)), next(at for at in range(len(shape)) if at != axis)
-    for placed in ({"model": Shard(axis)}, {"data": Shard(other), "model": Shard(axis)}, {"model": Shard(other)}):
-        x = pce.distribute(logits, mesh, requires_grad=True, **placed)
-        with pce.trace() as trace:
-            found = pce.class_statistics(x, targets, axis=axis, support=support)
-        sharded = Shard(axis) in placed.values()
-        assert trace.bytes("all_reduce") == 88 * found.max.local.size * sharded
-        for name, values in expected._asdict().items():
-            assert is_same(getattr(found, name).full(), values), name
-        with pce.trace() as trace:
-            sum(pce.sum(getattr(found, name) * given[name]) for name in NAMES).backward()
-        assert trace.count() == 0
-        assert x.grad.placements == x.placements
-        assert is_same(np.ascontiguousarray(x.grad.full()), np.ascontiguousarray(gradient))
 
 
 def test_wrong_support_of_one_rank_raises_on_all(comm):
