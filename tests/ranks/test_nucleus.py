@@ -182,23 +182,6 @@ def test_rows_are_those_of_samplers_but_for_rounding():
 # ---------------------------------------------------------------------------------------------------- how it is called
 
 
-def test_nucleus_along_another_axis_is_the_same(comm):
-    logits = logits_of(np.float32)
-    start, stop = pce.shard_range(CLASSES, comm.size, comm.rank)
-    shard = np.stack([logits[:, start:stop].T, logits[::-1, start:stop].T], axis=2)  # (classes, rows, 2)
-    found = pce.nucleus(shard, comm=comm, axis=0, top_p=0.8)
-    one = pce.nucleus(np.stack([logits, logits[::-1]], axis=1), top_p=0.8)  # (rows, 2, classes)
-    assert same(found, one)
-    assert found.mass.shape == (ROWS, 2)
-    assert same(pce.nucleus(shard[:, 4, 0], comm=comm, top_p=0.8)[:2], pce.nucleus(logits[4], top_p=0.8)[:2])
-
-
-def test_nucleus_of_no_rows_is_empty(comm):
-    shard = np.zeros((0, 3 if comm.rank == comm.size - 1 else 0))
-    found = pce.nucleus(shard, comm=comm, top_k=2, top_p=0.5, min_p=0.1)
-    assert [each.shape for each in found] == [(0,), (1,), (0,), (0,)]
-
-
 def test_sets_are_found_by_bytes_of_rows_alone(comm):
     sent = []
     for classes in (40, 4000):
@@ -251,14 +234,6 @@ def test_wrong_limit_of_one_rank_raises_on_all(comm, change, error, text):
         raise error(said)
     assert len(set(comm.allgather(said))) == 1
     assert len(pce.nucleus(**right).offsets) == ROWS + 1
-
-
-@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "logit_scale"])
-def test_limits_that_differ_raise_on_all(comm, name, several):
-    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
-    given = {name: 1 if comm.rank else (2 if name == "top_k" else 0.5)}
-    with pytest.raises(pce.CollectiveError, match=f"ranks disagree on .*{name}"):
-        pce.nucleus(logits_of(np.float32)[:, mine], comm=comm, **given)
 
 
 @pytest.mark.sizes(1, 3)
