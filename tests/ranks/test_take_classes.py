@@ -79,16 +79,6 @@ def test_no_rows_and_no_chosen_classes_are_legal(comm):
     assert one.tolist() == [2.0]
 
 
-def test_chosen_logits_are_sent_once(comm):
-    shard, given = shard_of(comm, logits_of(np.float16))
-    with pce.trace() as trace:
-        pce.take_classes(shard, ids_of(), **given)
-    assert (trace.count(), trace.bytes("all_reduce")) == (1, 2 * CHOSEN * ROWS)
-    with pce.trace() as trace:
-        pce.class_statistics(shard, ids_of(), **given)
-    assert (trace.count(), trace.bytes("all_reduce")) == (2, (80 + 2 * CHOSEN) * ROWS)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -171,30 +161,6 @@ def test_each_of_several_targets_has_bits_of_one(comm, name, dtype):
         assert np.array_equal(getattr(found, each), getattr(one, each), equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradient_of_several_targets_is_that_of_oracle(comm, name, dtype):
-    logits, targets, upstream = several(dtype)
-    shard, given = shard_of(comm, logits, "uneven")
-    mine = slice(given["class_start"], given["class_start"] + shard.shape[1])
-    _, whole = pce.class_statistics_forward(logits, targets, **OPTIONS[name])
-    _, residuals = pce.class_statistics_forward(shard, targets, **given, **OPTIONS[name])
-    options = {key: value for key, value in OPTIONS[name].items() if key != "compute_dtype"}
-    for names in (("log_prob",), NAMES):
-        asked = {each: upstream[each] for each in names}
-        expected = pce.class_statistics_backward(whole, **asked)
-        with pce.trace() as trace:
-            found = pce.class_statistics_backward(residuals, **asked)
-        assert trace.count(purpose=None) == 0
-        assert is_same(found, expected[:, mine])
-        exact = dense.class_statistics_backward(logits, targets, **asked, **options)
-        error = np.abs(expected.astype(np.float64) - exact)
-        unit = float(ml_dtypes.finfo(dtype).eps)
-        # Terms that are as large as the sum of the upstream gradients may cancel.
-        size = np.abs(upstream["log_prob"]).sum(1, keepdims=True)
-        assert np.all(error <= 0.51 * unit * np.abs(exact) + (1e-14 if dtype == np.float64 else 4e-7) * size)
-
-
 @pytest.mark.sizes(1)  # the test above shows that others have the same bits
 def test_one_among_several_has_gradient_of_one():
     logits, targets, upstream = several()
@@ -219,15 +185,6 @@ def test_nearly_certain_class_among_several_keeps_bits():
     found = pce.class_statistics_backward(residuals, log_prob=np.array([[1.0, 2.0, -1.0]] * 3))
     rest = (CLASSES - 1) * np.exp(-logits[:, 4].astype(np.float64))
     assert worst(found[:, 4], 2.0 * rest / (1.0 + rest), np.float32) <= FLOAT32
-
-
-def test_gradient_of_several_may_overwrite_logits(comm):
-    logits, targets, upstream = several()
-    shard, given = shard_of(comm, logits)
-    _, residuals = pce.class_statistics_forward(shard, targets, **given)
-    expected = pce.class_statistics_backward(residuals, **upstream)
-    assert pce.class_statistics_backward(residuals, **upstream, out=shard) is shard
-    assert is_same(shard, expected)
 
 
 def test_cupy_arrays_take_same_classes(comm, cupy):
@@ -283,22 +240,6 @@ def test_chosen_logits_of_distributed_array_keep_bits(comm, dtype):
         assert trace.count() == 0
         _, residuals = pce.take_classes_forward(logits, ids)
         assert is_same(x.grad.full(), pce.take_classes_backward(upstream, residuals))
-
-
-def test_distributed_statistics_take_several_targets(comm):
-    logits, targets, upstream = several()
-    given = {name: value.astype(np.float32) for name, value in upstream.items()}
-    wanted, residuals = pce.class_statistics_forward(logits, targets)
-    gradient = pce.class_statistics_backward(residuals, **given)
-    mesh = mesh_of(comm, *squarest(comm.size))
-    for placed in ({"model": Shard(1)}, {"data": Shard(0), "model": Shard(1)}):
-        x = pce.distribute(logits, mesh, requires_grad=True, **placed)
-        found = pce.class_statistics(x, targets)
-        assert found.log_prob.placements == {"data": placed.get("data", Replicate()), "model": Replicate()}
-        for name in wanted._fields:
-            assert getattr(found, name).full().tobytes() == getattr(wanted, name).tobytes(), name
-        sum(pce.sum(getattr(found, name) * given[name]) for name in NAMES).backward()
-        assert is_same(x.grad.full(), gradient)
 
 
 def test_wrong_ids_of_distributed_array_raise_everywhere(comm):
