@@ -1,6 +1,5 @@
 """The largest logits and their classes: those of a stable sort of all classes, with the bits of one process."""
 
-import itertools
 import math
 
 from hypothesis import given, settings, strategies as st
@@ -96,33 +95,6 @@ def test_many_classes_are_ordered_by_blocks(comm, cupy, monkeypatch, library):
             assert is_same(to_host(values), wanted)
 
 
-def test_top_k_along_another_axis_is_the_same(comm):
-    logits = logits_of(np.float32)
-    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
-    values, classes = expected(logits, 4)
-    shard = np.stack([logits[:, mine].T, logits[::-1, mine].T], axis=2)  # (classes, rows, 2)
-    found, where = pce.top_k(shard, 4, comm=comm, axis=0)
-    np.testing.assert_array_equal(found, np.stack([values.T, values[::-1].T], axis=2))
-    np.testing.assert_array_equal(where, np.stack([classes.T, classes[::-1].T], axis=2))
-    assert pce.argmax(shard, comm=comm, axis=-3).shape == (ROWS, 2)
-    (largest,), at = pce.top_k(shard[:, 4, 0], 1, comm=comm)  # a row without a nan
-    assert (largest, at.tolist()) == (values[4, 0], [classes[4, 0]])
-
-
-def test_top_k_sends_candidates_in_one_all_reduce(comm):
-    mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
-    shard = logits_of(np.float16)[:, mine]
-    with pce.trace() as trace:
-        pce.top_k(shard, 3, comm=comm, num_classes=CLASSES)
-    assert (trace.count(), trace.bytes("all_reduce")) == (1, 16 * 3 * ROWS)
-
-
-def test_top_k_of_no_rows_is_empty(comm):
-    shard = np.zeros((0, 3 if comm.rank == comm.size - 1 else 0))
-    for values, classes in (pce.top_k(shard, 2, comm=comm), pce.top_k(np.zeros((0, 3)), 2)):
-        assert (values.shape, classes.shape) == ((0, 2), (0, 2))
-
-
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -146,21 +118,6 @@ def test_wrong_top_k_raises_on_every_rank(comm, change, error, text):
         with pytest.raises(pce.CollectiveError, match=r"ranks disagree on k: 1 \(rank 0\), 2 \(rank"):
             pce.top_k(**right | {"k": 1 + min(1, comm.rank)})
     assert pce.top_k(**right)[1].shape == (ROWS, 2)
-
-
-def test_cupy_arrays_give_same_top_k(comm, cupy):
-    for dtype, k in itertools.product((np.float16, np.float32, np.float64, np.int64), (1, 4)):
-        logits = logits_of(dtype)
-        mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
-        shard = cupy.asarray(np.ascontiguousarray(logits[:, mine]))
-        wanted, order = expected(logits, k)
-        for how in (comm, None) if comm.size == 1 else (comm,):
-            values, classes = pce.top_k(shard, k, comm=how)
-            assert isinstance(values, cupy.ndarray)
-            assert is_same(cupy.asnumpy(classes), order)
-            np.testing.assert_array_equal(cupy.asnumpy(values), wanted)
-            assert np.array_equal(np.signbit(cupy.asnumpy(values)), np.signbit(wanted)) or dtype is np.int64
-        assert cupy.asnumpy(pce.argmax(shard, comm=comm)).tolist() == order[:, 0].tolist()
 
 
 # ------------------------------------------------------------------------------------------------ distributed arrays
