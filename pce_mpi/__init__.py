@@ -17,8 +17,11 @@ Arrays that are distributed over the ranks of a mesh; see `Mesh`, `distribute`, 
 
 # Each name is public by being imported as itself, which says so to type checkers too (PEP 484).
 from pce_mpi import dense as dense
-from pce_mpi.autograd.inference import Inference as Inference, infer_placements as infer_placements
-from pce_mpi.autograd.rehearsal import rehearse as rehearse
+from pce_mpi.autograd.rehearsal import (
+    Inference as Inference,
+    infer_placements as infer_placements,
+    rehearse as rehearse,
+)
 from pce_mpi.autograd.rules import Rule as Rule
 from pce_mpi.autograd.tape import no_grad as no_grad
 from pce_mpi.comm import doors as _doors
@@ -27,9 +30,13 @@ from pce_mpi.comm.rehearsed import Rehearsal as Rehearsal
 from pce_mpi.comm.tracing import Trace as Trace, named_scope as named_scope, trace as trace
 from pce_mpi.distributed.array import DistArray as DistArray
 from pce_mpi.distributed.checkpoint import load as load, save as save
-from pce_mpi.distributed.creation import distribute as distribute, from_local as from_local
-from pce_mpi.distributed.drawing import normal as normal, uniform as uniform
-from pce_mpi.distributed.fingerprint import fingerprint as fingerprint
+from pce_mpi.distributed.creation import (
+    distribute as distribute,
+    from_local as from_local,
+    normal as normal,
+    uniform as uniform,
+)
+from pce_mpi.distributed.fingerprint import check_replicas as check_replicas, fingerprint as fingerprint
 from pce_mpi.distributed.mesh import Mesh as Mesh
 from pce_mpi.distributed.placements import (
     Partial as Partial,
@@ -37,7 +44,6 @@ from pce_mpi.distributed.placements import (
     Shard as Shard,
     shard_range as shard_range,
 )
-from pce_mpi.distributed.replicas import check_replicas as check_replicas
 from pce_mpi.distributed.styles import (
     Colwise as Colwise,
     Replicated as Replicated,
@@ -73,7 +79,6 @@ from pce_mpi.loss import (
     take_classes_backward as take_classes_backward,
     take_classes_forward as take_classes_forward,
 )
-from pce_mpi.ops.activations import gelu as gelu, relu as relu, sigmoid as sigmoid, tanh as tanh
 from pce_mpi.ops.arithmetic import (
     add as add,
     divide as divide,
@@ -86,7 +91,6 @@ from pce_mpi.ops.arithmetic import (
 from pce_mpi.ops.attention import scaled_dot_product_attention as scaled_dot_product_attention
 from pce_mpi.ops.broadcasting import broadcast_to as broadcast_to, sum as sum
 from pce_mpi.ops.chosen import take_classes as take_classes
-from pce_mpi.ops.cumulative import cumsum as cumsum
 from pce_mpi.ops.custom import op as op
 from pce_mpi.ops.divergence import kl_divergence as kl_divergence
 from pce_mpi.ops.einsum import einsum as einsum
@@ -94,12 +98,16 @@ from pce_mpi.ops.elementwise import (
     abs as abs,
     cos as cos,
     exp as exp,
+    gelu as gelu,
     log as log,
     log1p as log1p,
     negative as negative,
+    relu as relu,
+    sigmoid as sigmoid,
     sin as sin,
     sqrt as sqrt,
     square as square,
+    tanh as tanh,
 )
 from pce_mpi.ops.embedding import embedding as embedding
 from pce_mpi.ops.joining import concatenate as concatenate, split as split, stack as stack
@@ -109,7 +117,7 @@ from pce_mpi.ops.linear_statistics import linear_class_statistics as linear_clas
 from pce_mpi.ops.loss import cross_entropy as cross_entropy, mse as mse
 from pce_mpi.ops.matmul import matmul as matmul
 from pce_mpi.ops.normalization import layer_norm as layer_norm, rms_norm as rms_norm
-from pce_mpi.ops.reductions import logsumexp as logsumexp, max as max, mean as mean, min as min
+from pce_mpi.ops.reductions import cumsum as cumsum, logsumexp as logsumexp, max as max, mean as mean, min as min
 from pce_mpi.ops.selection import clip as clip, maximum as maximum, minimum as minimum, where as where
 from pce_mpi.ops.shape import (
     expand_dims as expand_dims,
@@ -122,10 +130,9 @@ from pce_mpi.ops.softmax import log_softmax as log_softmax, softmax as softmax
 from pce_mpi.ops.statistics import class_statistics as class_statistics
 from pce_mpi.ops.truncation import nucleus as nucleus
 from pce_mpi.ops.variance import std as std, var as var
-from pce_mpi.optim.adamw import AdamW as AdamW
 from pce_mpi.optim.clipping import clip_grad_norm as clip_grad_norm
+from pce_mpi.optim.optimizers import SGD as SGD, AdamW as AdamW
 from pce_mpi.optim.schedules import cosine_schedule as cosine_schedule, linear_schedule as linear_schedule
-from pce_mpi.optim.sgd import SGD as SGD
 
 __version__ = "0.2.0"
 

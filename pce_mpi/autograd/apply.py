@@ -19,8 +19,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import REAL, array_namespace, is_half, is_real
-from pce_mpi.autograd.op import Call, Op
-from pce_mpi.autograd.operands import operands_of
+from pce_mpi.autograd.op import Call, Op, operands_of
 from pce_mpi.autograd.recording import put_on_tape
 from pce_mpi.autograd.rules import Plan, Rule, plan
 from pce_mpi.autograd.tape import is_grad_enabled

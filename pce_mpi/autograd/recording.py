@@ -1,8 +1,8 @@
-"""Put the results of an operation on the tape, with what its vjps need."""
+"""Put the results of an operation on the tape, with what its vjps need and the hollow arrays that these hold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import repeat
 from operator import attrgetter
@@ -12,15 +12,43 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.autograd.gradients import place_of
-from pce_mpi.autograd.held import blocks_of
-from pce_mpi.autograd.op import Op
-from pce_mpi.autograd.operands import operands_of
+from pce_mpi.autograd.op import Op, operands_of
 from pce_mpi.autograd.tape import Node
 from pce_mpi.comm.tracing import cause, current_scope, set_scope
 from pce_mpi.distributed.array import DistArray, redistribute
+from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.arithmetic import converted, current
-from pce_mpi.ledger import open_ledger
+from pce_mpi.hollow import Hollow
+from pce_mpi.ledger import Block, open_ledger
+
+
+def blocks_of(value: Any) -> set[Block]:
+    """Return the memory of all hollow arrays that `value` refers to, through containers and our own objects."""
+    found, seen, waiting = set[Block](), set[int](), [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if not isinstance(each, Hollow):
+            waiting.extend(_parts(each))
+        elif each.block is not None:
+            found.add(each.block)
+    return found
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, DistArray):
+        yield value.local
+    elif isinstance(value, tuple | list):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif type(value).__module__.startswith("pce_mpi.") and not isinstance(value, Mesh | Sharding):
+        yield from getattr(value, "__dict__", {}).values()
+        yield from (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
+
 
 _DTYPE = attrgetter("local.dtype")
 

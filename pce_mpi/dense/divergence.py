@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pce_mpi.dense.rows import softmax
+from pce_mpi.dense.losses import softmax
 
 Array = np.ndarray[Any, Any]
 

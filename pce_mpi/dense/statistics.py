@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pce_mpi.dense.rows import at, by_row, held_targets, put, softmax, transform
+from pce_mpi.dense.losses import at, by_row, held_targets, put, softmax, transform
 
 Array = np.ndarray[Any, Any]
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.exact.kept import kept_slices
-from pce_mpi.exact.slices import exponents, grids, in_units, joined, slices, slicing
-from pce_mpi.exact.sums import one_nan, reduced
+from pce_mpi.exact.sums import exponents, grids, in_units, joined, one_nan, reduced, slices, slicing
 from pce_mpi.kernels import converted
 
 Array = Any  # numpy.ndarray or cupy.ndarray

@@ -1,30 +1,153 @@
-"""Sums of floating-point numbers with the same bits for any order of addition and any split over ranks."""
+"""Sums of floating-point numbers with the same bits for any order of addition and any split over ranks.
+
+The numbers of one sum have a common exponent e, that of the largest of them on all ranks: |x| < 2^e. Slice i of x is a
+multiple of 2^(e - (i + 1) bits), an integer of at most `bits` bits on its grid, so a sum of few enough of them has at
+most 53 bits: float64 adds them without an error, in any order, by any library, on any number of ranks. The rest of x
+that all slices leave out, less than 2^(e - bits count), does not depend on the rank that holds x.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
+import math
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, number_of
+from pce_mpi.arrays import array_namespace, is_true, number_of
 from pce_mpi.comm.collectives import all_reduce
-from pce_mpi.exact.slices import (
-    NOT_FINITE,
-    apart,
-    exponents,
-    grids,
-    in_units,
-    joined,
-    side_by_side,
-    slices,
-    slicing,
-)
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.elementary import two_product, two_sum
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+
+# The exponent of a sum with an infinity or a nan, above all others.
+NOT_FINITE = 2000
+# Bits of the significand of float64, and of each floating-point dtype by its itemsize.
+_DIGITS = 53
+_MANTISSA = {2: 11, 4: 24, 8: 53}
+
+
+def slicing(dtype: np.dtype[Any], terms: int, factors: int = 1, spread: int = 0) -> tuple[int, int]:
+    """Return the bits of a slice, and the number of slices, for exact sums of `terms` products of `factors` numbers.
+
+    The slices of a sum leave out less than the last bit of a number 2^spread times smaller than the largest one.
+    """
+    carried = max(0, terms - 1).bit_length()
+    needed = _MANTISSA[dtype.itemsize] + spread + carried
+    # The more slices, the more products of two of them add up in one level: 5 / 4 of the first for 3, 5 / 2 for 7.
+    for spare, most in ((0, 2), (1, 6), (2, math.inf)) if factors > 1 else ((0, math.inf),):
+        bits = min(_DIGITS - 2, (_DIGITS - carried - spare) // factors)
+        count = -(-needed // bits)
+        if count <= most:
+            break
+    return bits, count
+
+
+def exponents(x: Array, axes: tuple[int, ...]) -> Array:
+    """Return int32 exponents e, |x| < 2^e, of the largest element along `axes`, which stay with length 1."""
+    xp = array_namespace(x)
+    if not all(x.shape[axis] for axis in axes):
+        shape = [1 if axis in axes else length for axis, length in enumerate(x.shape)]
+        return xp.full(shape, -NOT_FINITE, np.int32)
+    wide = x if x.dtype.itemsize > 2 else x.astype(np.float32)
+    if xp is not np:  # CuPy's float32 has no subnormal numbers
+        wide = converted(x, np.float64)
+    largest = xp.maximum(xp.max(wide, axis=axes, keepdims=True), -xp.min(wide, axis=axes, keepdims=True))
+    found = xp.frexp(largest)[1].astype(np.int32)
+    found[largest == 0] = -NOT_FINITE
+    found[~xp.isfinite(largest)] = NOT_FINITE
+    return found
+
+
+def grids(
+    arrays: Sequence[Array], largest: Sequence[Callable[[Array], Array]], comm: Any
+) -> tuple[bool, list[Array], list[Array]]:
+    """Return whether all elements on this rank are finite, the arrays with 0 for those that are not, and exponents.
+
+    `largest[i]` finds the exponent of each sum of array i. Collective over `comm`: one all_reduce.
+    """
+    here, parts = [find(x) for find, x in zip(largest, arrays, strict=True)], list(arrays)
+    finite = not any(is_true((e == NOT_FINITE).any()) for e in here)
+    if not finite:
+        parts = [finite_part(x) for x in arrays]
+        here = [find(x) for find, x in zip(largest, parts, strict=True)]
+    found = here if comm is None else apart(all_reduce(side_by_side(here), comm, "max"), here)
+    return finite, parts, [_usable(e) for e in found]
+
+
+def side_by_side(parts: Sequence[Array]) -> Array:
+    """Return all elements of `parts` in one vector."""
+    return array_namespace(parts[0]).concatenate([part.reshape(-1) for part in parts])
+
+
+def apart(flat: Array, parts: Sequence[Array]) -> list[Array]:
+    """Split a vector, as `side_by_side` makes it, into the shapes of `parts`."""
+    ends = list(accumulate(part.size for part in parts))
+    return [flat[start:end].reshape(part.shape) for start, end, part in zip([0, *ends], ends, parts, strict=False)]
+
+
+def finite_part(x: Array) -> Array:
+    """Return `x` with 0 for infinities and nan."""
+    xp = array_namespace(x)
+    return xp.where(xp.isfinite(x), x, x.dtype.type(0))
+
+
+def _usable(e: Array) -> Array:
+    """Return `e`, with 0 for sums that have no element but 0, so that powers of two can be made of it."""
+    return array_namespace(e).where(e == -NOT_FINITE, 0, e)
+
+
+def slices(
+    x: Array, e: Array, bits: int, count: int, dtype: np.dtype[Any], *, squared: bool = False, finite: bool = True
+) -> Iterator[Array]:
+    """Yield the slices of `x`, or of its squares, as float64; those of float64 numbers are in units of 2^e.
+
+    Adding and taking away 1.5 2^(52 - bits) 2^e rounds to a multiple of 2^(e - bits). Infinities and nan, if there are
+    any, are in the first slice alone.
+    """
+    if dtype.itemsize == 8:  # e may be as large as exponents of float64 are
+        x, unit = scaled(x, -e), 1.0
+    else:
+        x, unit = converted(x, np.float64), power_of_two(e)
+    if squared:
+        x, unit = x * x, unit * unit
+    for index in range(count):
+        rounding = unit * (1.5 * 2.0 ** (_DIGITS - 1 - (index + 1) * bits))
+        part = x + rounding
+        part -= rounding
+        if index + 1 < count:
+            x -= part
+            x = x if finite else finite_part(x)
+        yield part
+
+
+def joined(levels: Sequence[Array]) -> Array:
+    """Add up sums of slices, largest first in `levels`, from the smallest."""
+    total = levels[-1]
+    for level in levels[-2::-1]:
+        total = total + level
+    return total
+
+
+def in_units(sums: Array, e: Array, dtype: np.dtype[Any]) -> Array:
+    """Return sums of slices as numbers; those of float64 numbers are in units of 2^e."""
+    return scaled(sums, e) if dtype.itemsize == 8 else sums
+
+
+def power_of_two(n: Array) -> Array:
+    """Return 2^n in float64, for -1022 <= n <= 1023."""
+    return ((n.astype(np.int64) + 1023) << 52).view(np.float64)
+
+
+def scaled(x: Array, n: Array) -> Array:
+    """Return x 2^n in float64, for any n that may be needed."""
+    third = n // 3
+    factor = power_of_two(third)
+    return x * factor * factor * power_of_two(n - 2 * third)
+
 
 # The number of elements of a block whose slices fit a cache.
 _BLOCK = 2**15

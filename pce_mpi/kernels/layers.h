@@ -1,7 +1,7 @@
 // The loops of layers, gelu, the softmax of attention and the normalization of rows; included once for each instruction
 // set after `loops.h`.
 //
-// Numbers are computed in float64, but for the softmax. `ops/activations.py`, `ops/attention.py` and
+// Numbers are computed in float64, but for the softmax. `ops/elementwise.py`, `ops/attention.py` and
 // `ops/normalization.py` do the same with other arrays.
 
 // exp(z) with the bits of `exact/functions.py` but for those of a nan, for z up to 709.

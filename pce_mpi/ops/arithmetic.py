@@ -9,8 +9,7 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, numpy_dtype
 from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Op
-from pce_mpi.autograd.operands import operands_of
+from pce_mpi.autograd.op import Op, operands_of
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.ops.broadcasting import sum_to

@@ -1,14 +1,27 @@
-"""Operations made from the user's functions of plain arrays; without a rule they run on Replicate operands."""
+"""Operations made from the user's functions of plain arrays, and NumPy's functions on distributed arrays.
+
+Without a rule an operation gathers its operands; for a function of NumPy that has none of ours, it warns once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import inspect
 from typing import Any
+import warnings
+
+import numpy as np
 
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Vjp
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.comm.doors import telling
+from pce_mpi.distributed.array import OPERATIONS, DistArray
+from pce_mpi.ops.einsum import einsum
+from pce_mpi.ops.elementwise import abs
+from pce_mpi.ops.largest import argmax
+from pce_mpi.ops.reductions import max, min
+from pce_mpi.ops.shape import reshape, swapaxes
 
 
 def op(
@@ -74,3 +87,120 @@ def op(
     operation.__name__ = operation.__qualname__ = made.name
     operation.__doc__ = forward.__doc__
     return telling(operation)
+
+
+# Functions whose name or arguments in NumPy differ from those in `OPERATIONS`.
+_OTHERWISE: dict[str, Callable[..., Any]] = {
+    "einsum": einsum,
+    "argmax": lambda a, axis=None: argmax(reshape(a, -1)) if axis is None else argmax(a, axis=axis),
+    "absolute": abs,
+    "amax": max,
+    "amin": min,
+    "ndim": lambda a: a.ndim,
+    "shape": lambda a: a.shape,
+    "size": lambda a, axis=None: a.size if axis is None else a.shape[axis],
+    "matrix_transpose": lambda x: swapaxes(x, -1, -2),
+    "isnan": lambda x: OPERATIONS["not_equal"](x, x),
+    "isinf": lambda x: OPERATIONS["equal"](abs(x), np.inf),
+    "isfinite": lambda x: OPERATIONS["less"](abs(x), np.inf),
+    "can_cast": lambda from_, to, casting="safe": np.can_cast(from_.dtype, to, casting),
+    "result_type": lambda *a: np.result_type(*(x.dtype if isinstance(x, DistArray) else x for x in a)),
+}
+
+
+def _ours(name: str) -> Callable[..., Any] | None:
+    """Return our function for NumPy's function `name`, if there is one."""
+    return _OTHERWISE.get(name) or OPERATIONS.get(name)
+
+
+def call_ufunc(ufunc: Any, method: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Return `ufunc.method(*operands, **options)` of distributed arrays."""
+    if options.get("out") is not None or method == "at":
+        raise TypeError(f"a distributed array is never written to: {ufunc.__name__} takes no out, and has no at")
+    known: Any = getattr(np, ufunc.__name__, None)  # other libraries have ufuncs with the same names
+    own = _ours(ufunc.__name__) if known is ufunc else None
+    if own is not None and method == "__call__" and not options:
+        return own(*operands)
+    function = getattr(ufunc, method)
+    _warn_once(f"numpy.{ufunc.__name__}", operands)
+    return op(lambda *arrays: function(*arrays, **options), name=f"numpy.{ufunc.__name__}")(*operands)
+
+
+def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Return `function(*positional, **named)` of distributed arrays."""
+    if named.get("out") is not None:
+        raise TypeError(f"a distributed array is never written to: {function.__name__} takes no out")
+    if function.__name__ in _WRITERS:
+        raise TypeError(f"numpy.{function.__name__} would write on every rank; pce_mpi.save writes one file")
+    own = _ours(function.__name__) if function.__module__ in ("numpy", "numpy.linalg") else None
+    if own is not None and _fits(own, positional, named):
+        return own(*positional, **named)
+    found: list[DistArray] = []
+    named_parts: list[Any] = []
+
+    def taken_out(value: Any) -> Any:
+        """Replace each distributed array in `value` by its place in `found`."""
+        if isinstance(value, DistArray):
+            found.append(value)
+            return _Place(len(found) - 1)
+        return type(value)(map(taken_out, value)) if type(value) in (list, tuple) else value
+
+    places = taken_out(tuple(positional)), {name: taken_out(value) for name, value in named.items()}
+
+    def forward(*arrays: Any) -> Any:
+        def put_back(value: Any) -> Any:
+            if isinstance(value, _Place):
+                return _read_only(arrays[value])
+            return type(value)(map(put_back, value)) if type(value) in (list, tuple) else value
+
+        result = function(*put_back(places[0]), **{name: put_back(value) for name, value in places[1].items()})
+        if hasattr(result, "_fields"):  # numpy.linalg names some parts
+            named_parts.append(type(result))
+        return result
+
+    _warn_once(f"numpy.{function.__name__}", found)
+    results = op(forward, name=f"numpy.{function.__name__}")(*found)
+    return named_parts[0](*results) if named_parts else results
+
+
+_WRITERS = {"save", "savez", "savez_compressed", "savetxt"}
+
+_warned: set[str] = set()
+
+
+def _warn_once(name: str, operands: Sequence[Any]) -> None:
+    """Warn how many bytes the function `name`, which has no rule, gathers: on every rank, in the first call alone."""
+    arrays = [x for x in operands if isinstance(x, DistArray) and x.sharding is not x.sharding.replicated]
+    size = sum(x.size * x.dtype.itemsize for x in arrays)
+    if size and name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"{name} has no placement rule and runs on the whole array on every rank: {size:,} bytes are gathered, and "
+            "again in each later call, without this warning. Gather once by .full(), or give it a rule by pce_mpi.op",
+            stacklevel=5,
+        )
+
+
+def _read_only(array: Any) -> Any:
+    """Return a view that functions such as numpy.copyto cannot write to."""
+    if isinstance(array, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    return array
+
+
+class _Place(int):
+    """The place of an array among the arguments."""
+
+
+def _fits(own: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    if len(positional) > 2 and "keepdims" in inspect.signature(own).parameters:
+        return False  # the third argument of NumPy's reductions is a dtype or out
+    signature = inspect.signature(own)
+    try:
+        given = signature.bind(*positional, **named).arguments
+    except TypeError:
+        return False
+    # numpy.einsum also takes lists of axes in place of letters.
+    texts = [name for name in given if signature.parameters[name].annotation == "str"]
+    return all(isinstance(given[name], str) for name in texts)

@@ -15,15 +15,14 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op
-from pce_mpi.autograd.operands import of_array
+from pce_mpi.autograd.op import Call, Op, of_array
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
 from pce_mpi.kernels import layer_loops
 from pce_mpi.ops.elementwise import astype, widened
-from pce_mpi.ops.moments import deviations, in_float64, sums
 from pce_mpi.ops.shape import normalized_axis, reshape
+from pce_mpi.ops.variance import deviations, in_float64, sums
 from pce_mpi.scalars import real
 
 Array = Any  # numpy.ndarray or cupy.ndarray

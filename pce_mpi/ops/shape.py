@@ -10,8 +10,7 @@ import math
 from typing import Any
 
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op
-from pce_mpi.autograd.operands import of_array
+from pce_mpi.autograd.op import Call, Op, of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
 from pce_mpi.scalars import integer, integers

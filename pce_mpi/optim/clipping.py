@@ -19,7 +19,7 @@ from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.arithmetic import current
 from pce_mpi.hollow import enter
-from pce_mpi.optim.parameters import Parameters, check_parameters, listed, not_negative
+from pce_mpi.optim.optimizer import Parameters, check_parameters, listed, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 
 Array = Any  # numpy.ndarray or cupy.ndarray

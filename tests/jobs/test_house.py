@@ -58,10 +58,10 @@ def test_planted_name_of_cupy_is_found(source, lines):
 # whether ranks communicate. These files ask, but only to know what this rank is to copy, may write to or must refuse.
 ASK_ABOUT_MEMORY = {"memory.py", "arrays.py", "loss/problem.py", "loss/passes.py"}
 ASK_ABOUT_MEMORY |= {
-    "comm/buffers.py",
+    "comm/collectives.py",
     "hollow.py",
     "autograd/apply.py",
-    "ops/numpy_protocol.py",
+    "ops/custom.py",
     "optim/optimizer.py",
     "exact/products.py",
     "exact/kept.py",

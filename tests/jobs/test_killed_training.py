@@ -8,7 +8,7 @@ from mpi4py import MPI
 import numpy as np
 import pce_mpi as pce
 from pce_mpi import Shard
-from pce_mpi.distributed.tensor_writer import TensorWriter
+from pce_mpi.distributed.checkpoint import TensorWriter
 
 STEPS = 5
 

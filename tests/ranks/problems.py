@@ -14,7 +14,7 @@ import numpy as np
 
 import pce_mpi as pce
 from pce_mpi import dense
-from pce_mpi.dense.margin import with_margin
+from pce_mpi.dense.losses import with_margin
 from pce_mpi.kernels import definition
 from pce_mpi.kernels.elementary import SINGLE
 from pce_mpi.kernels.parameters import ClassWeights, Transform

@@ -10,7 +10,7 @@ import pytest
 
 from jobs.launch import ROOT
 from pce_mpi import DistArray, Shard
-from pce_mpi.ops import numpy_protocol
+from pce_mpi.ops import custom
 from ranks.placed import ROUNDING, at, numbers, whole_of
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -102,7 +102,7 @@ def test_standard_function_does_what_page_says(operands, monkeypatch):
     for name in STAYS + GATHERS:
         if name in LACKING and not hasattr(np, name):
             continue
-        monkeypatch.setattr(numpy_protocol, "_warned", set())
+        monkeypatch.setattr(custom, "_warned", set())
         function = attrgetter(name)(np)
         with warnings.catch_warnings(record=True) as met:
             warnings.simplefilter("always")

@@ -27,7 +27,7 @@ import safetensors.numpy
 import pce_mpi as pce
 from pce_mpi import CollectiveError, Partial, Replicate, Shard
 from pce_mpi.comm.tracing import Purpose
-from pce_mpi.distributed import checkpoint, tensor_files, tensor_writer
+from pce_mpi.distributed import checkpoint, tensor_files
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, local_of, mesh_of, placements_of, spread, squarest
@@ -624,7 +624,7 @@ def test_any_flipped_bit_of_file_is_found(tmp_path):
 
 @pytest.mark.parametrize("length", [8, 24, 1000])
 def test_any_part_is_read_in_short_blocks(tmp_path, monkeypatch, length):
-    for module in (tensor_files, tensor_writer):
+    for module in (tensor_files, checkpoint):
         monkeypatch.setattr(module, "length_of_block", lambda size: length)
     monkeypatch.setattr(tensor_files, "_AT_A_TIME", 3 * length)
     rng, alone = np.random.default_rng(length), mesh_of(MPI.COMM_SELF, 1)

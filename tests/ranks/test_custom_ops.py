@@ -13,7 +13,7 @@ import pce_mpi as pce
 from pce_mpi import Rule, Shard
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Placement
-from pce_mpi.ops import numpy_protocol
+from pce_mpi.ops import custom
 from ranks.grids import factorizations, local_of, mesh_of, spread
 from ranks.placed import AVG, MAX, ROUNDING, SUM, R, at, check, traced, whole_of
 
@@ -379,7 +379,7 @@ def test_any_function_of_numpy_is_never_wrong(line, placed):
 
 
 def test_function_that_gathers_says_so_once(comm, monkeypatch):
-    monkeypatch.setattr(numpy_protocol, "_warned", set())
+    monkeypatch.setattr(custom, "_warned", set())
     line = mesh_of(comm, comm.size)
     x = at(line, numbers(7, 3), Shard(0))
     with pytest.warns(UserWarning, match=r"numpy\.median has no placement rule .* 168 bytes are gathered") as met:

@@ -13,9 +13,9 @@ from pce_mpi.arrays import to_host
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.creation import distribute, from_local
+from pce_mpi.distributed.fingerprint import check_replicas
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Partial, Replicate, Shard
-from pce_mpi.distributed.replicas import check_replicas
 from pce_mpi.distributed.sharding import Sharding
 from ranks.grids import assembled, factorizations, mesh_of, placements_of, ragged, ranks_of, spread, squarest
 from ranks.placed import error_of

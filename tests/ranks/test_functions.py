@@ -10,7 +10,7 @@ import pce_mpi as pce
 from pce_mpi.arrays import to_host
 from pce_mpi.exact import functions
 from pce_mpi.exact.functions import BLOCK
-from pce_mpi.ops import activations
+from pce_mpi.ops import elementwise
 from ranks.exact import pair
 from ranks.op_cases import alone
 from ulps import FUNCTION, GELU, GELU_SLOPE, ulp, worst
@@ -202,7 +202,7 @@ def exact_gelu(x):
 @pytest.mark.parametrize("loops", ["compiled", "NumPy"])
 def test_gelu_is_right_far_below_0(monkeypatch, loops, dtype, reproducible):
     if loops == "NumPy":
-        monkeypatch.setattr(activations, "layer_loops", lambda *_: None)
+        monkeypatch.setattr(elementwise, "layer_loops", lambda *_: None)
     lowest = -10.3 if dtype == np.float32 else -21.6  # beyond, exp underflows
     awkward = [
         -9.3,

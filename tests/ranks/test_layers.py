@@ -5,7 +5,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi.kernels import compiled
-from pce_mpi.ops import activations, attention, normalization
+from pce_mpi.ops import attention, elementwise, normalization
 from ranks.op_cases import alone
 from ulps import MOMENTS, OPERATION, worst
 
@@ -21,7 +21,7 @@ def instruction_set(request):
 
 def without_loops(monkeypatch):
     """Let NumPy compute what compiled loops would."""
-    for module in (activations, attention, normalization):
+    for module in (attention, elementwise, normalization):
         monkeypatch.setattr(module, "layer_loops", lambda *_: None)
 
 

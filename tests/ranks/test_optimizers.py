@@ -14,7 +14,7 @@ from pce_mpi import SGD, AdamW, Shard, cosine_schedule, linear_schedule
 from pce_mpi.comm.rank_texts import ranks_text
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.optim.adamw import power_of
+from pce_mpi.optim.optimizers import power_of
 from ranks.grids import mesh_of, squarest
 from ranks.placed import SUM, traced
 

@@ -16,7 +16,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import DistArray, Mesh, Shard
-from pce_mpi.autograd import held, recording
+from pce_mpi.autograd import recording
 from pce_mpi.comm.tracing import Event, Purpose
 from pce_mpi.ledger import Block, Ledger
 from ranks.grids import factorizations, mesh_of
@@ -143,7 +143,7 @@ def test_tape_holds_the_bytes_that_were_rehearsed(comm, monkeypatch, program):
                     finalize(root, blocks.pop, id(root))
                 found.add(blocks[id(root)])
             else:
-                waiting.extend(held._parts(each))
+                waiting.extend(recording._parts(each))
         return found
 
     monkeypatch.setattr(recording, "blocks_of", real_blocks_of)

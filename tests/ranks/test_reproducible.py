@@ -21,8 +21,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
 from pce_mpi.exact import kept, products
 from pce_mpi.exact.products import product
-from pce_mpi.exact.slices import slicing
-from pce_mpi.exact.sums import total
+from pce_mpi.exact.sums import slicing, total
 from ranks.grids import factorizations, mesh_of, spread
 from ranks.op_cases import CASES, OPS, alone, cases_of, error_of, evaluate, listed, one_process, replicated
 from ulps import OPERATION

@@ -1,4 +1,4 @@
-"""Adam with decoupled weight decay."""
+"""Stochastic gradient descent, and Adam with decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -7,10 +7,113 @@ from functools import lru_cache
 from typing import Any
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.optim.optimizer import Optimizer, option
-from pce_mpi.optim.parameters import Parameters, not_negative
+from pce_mpi.optim.optimizer import Optimizer, Parameters, not_negative, option
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, Nesterov's momentum and weight decay.
+
+    As in `torch.optim.SGD`, a step takes each parameter p with gradient g to p - lr d, where
+
+        d = g + weight_decay p
+        b = momentum b + d                     with momentum; b = d in the first step
+        d = b                                  with momentum; with nesterov instead d = d + momentum b
+
+    Parameters
+    ----------
+    parameters : iterable or mapping of DistArray, or iterable of dict
+        Arrays that were made with `requires_grad=True`, each once, over any meshes, of any floating dtype; none may be
+        Partial. The values of a mapping count, in the order of their names. Or groups of them, as in torch: each is a
+        dict with such arrays as "params", and with its own values for some of the options below, such as
+        `{"params": biases, "weight_decay": 0.0}`.
+    lr : float
+        The learning rate, finite and not negative. It and the options below may be assigned between steps:
+        `optimizer.lr`, or `optimizer.param_groups[i]["lr"]` for one group.
+    momentum : float, optional
+        The factor of b, finite and not negative.
+    nesterov : bool, optional
+        Use Nesterov's momentum, which needs a `momentum` that is not 0.
+    weight_decay : float, optional
+        The factor of p in d, finite and not negative.
+
+    Raises
+    ------
+    TypeError
+        If a parameter is no distributed array, a factor is no number, NumPy and CuPy arrays are mixed, or a group has
+        an unknown option.
+    ValueError
+        If there are no parameters, one is given twice, is Partial or is not a leaf that requires a gradient, or a
+        factor is out of range.
+
+    Notes
+    -----
+    An optimizer communicates only in `step` and `load_state`. The arithmetic is in the dtype of the parameter; float16
+    and bfloat16 are computed in float32 and rounded once a step. b is sharded as the parameter is.
+
+    Examples
+    --------
+    >>> import numpy as np, pce_mpi as pce
+    >>> from mpi4py import MPI
+    >>> mesh = pce.Mesh(MPI.COMM_SELF, data=1)
+    >>> w = pce.distribute(np.array([1.0, 2.0]), mesh, requires_grad=True)
+    >>> w.grad = pce.from_local(np.array([10.0, 0.0]), mesh, data=pce.Partial("sum"))
+    >>> SGD([w], lr=0.05).step()
+    >>> w.local, w.grad.placements
+    (array([0.5, 2. ]), {'data': Replicate()})
+    """
+
+    __slots__ = ()
+
+    momentum = option("momentum", "The momentum of the next step")
+    nesterov = option("nesterov", "True if the next step takes Nesterov's momentum")
+
+    def __init__(
+        self,
+        parameters: Parameters | Iterable[Mapping[str, Any]],
+        lr: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
+
+    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {name: not_negative(options[name], name) for name in ("lr", "momentum", "weight_decay")}
+        found["nesterov"] = bool(options["nesterov"])
+        if found["nesterov"] and not found["momentum"]:
+            raise ValueError("nesterov needs a momentum that is not 0")
+        return found
+
+    def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the buffers of each parameter: b, if there is a momentum."""
+        return ("momentum",) if options["momentum"] else ()
+
+    def _update(
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        value: Array,
+        d: Array,
+        buffers: dict[str, Array],
+        scratch: list[Array],
+    ) -> None:
+        """Update a block of a parameter in place."""
+        xp, (s, t), momentum = array_namespace(value), scratch, options["momentum"]
+        if options["weight_decay"]:
+            xp.multiply(value, options["weight_decay"], out=s)
+            d = xp.add(s, d, out=s)
+        if momentum:
+            b = buffers["momentum"]
+            if step == 1:
+                b[...] = d
+            else:
+                xp.multiply(b, momentum, out=b)
+                xp.add(b, d, out=b)
+            d = xp.add(xp.multiply(b, momentum, out=t), d, out=t) if options["nesterov"] else b
+        xp.multiply(d, options["lr"], out=s)
+        xp.subtract(value, s, out=value)
 
 
 class AdamW(Optimizer):
