@@ -229,24 +229,14 @@ class Judge:
         recording = self._recording
         rows = self._telling(name, wrong)
         logits = recording.logits(rows)
-        declared = recording.options.get("logits_dtype") if recording.has("hidden") else None
         natural = compute_dtype_of(recording.dtype)
         reduction = recording.reduction if name == "loss" else "none"
         by_row = reduction == "none"
-        if own is not None and by_row and (scale := self._fitted_scale(name, wrong)):
-            temperature = recording.options.get("logit_scale", 1.0) / scale
-            own.text = (
-                f"the logits were divided by a temperature of {temperature:.4g} more: where that is meant, "
-                f"record logit_scale={scale:.6g} ({own.text})"
-            )
-            return [own]
-        if own is not None and by_row and (dtype := self._dtype_of_rounded(name, wrong)):
-            due = f", not to {declared}," if declared else ""
-            own.text = f"the logits are rounded to {dtype}{due} before the softmax ({own.text})"
-            return [own]
-        if own is not None and by_row and (text := self._misread(name, wrong)):
-            own.text = f"{text} ({own.text})"
-            return [own]
+        if own is not None and by_row:
+            explainers = (self._another_scale, self._rounded_to, self._misread)  # in order of precedence
+            if text := next(filter(None, (explained(name, wrong) for explained in explainers)), None):
+                own.text = f"{text} ({own.text})"
+                return [own]
         if recording.has("hidden"):
             logits = self._rounded_as_declared(logits).astype(natural)
         # A mean or sum over all rows says nothing of some.
@@ -282,14 +272,21 @@ class Judge:
         most = max(_ROWS, LOGITS // self._recording.classes)
         return rows[np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(np.int64)]
 
-    def _fitted_scale(self, name: str, wrong: Array) -> float | None:
+    def _another_scale(self, name: str, wrong: Array) -> str | None:
         rows = self._some(name, wrong)
         if len(rows) < LEAST_ROWS:
             return None
         problem = self._problem(name, rows, self._rounded_as_declared(self._recording.logits(rows)))
-        return fitted_scale(name, problem, self._recording.losses(name)[0][rows])
+        scale = fitted_scale(name, problem, self._recording.losses(name)[0][rows])
+        if not scale:
+            return None
+        temperature = self._recording.options.get("logit_scale", 1.0) / scale
+        return (
+            f"the logits were divided by a temperature of {temperature:.4g} more: where that is meant, "
+            f"record logit_scale={scale:.6g}"
+        )
 
-    def _dtype_of_rounded(self, name: str, wrong: Array) -> str | None:
+    def _rounded_to(self, name: str, wrong: Array) -> str | None:
         rows = self._some(name, wrong)
         if not len(rows):
             return None
@@ -298,7 +295,10 @@ class Judge:
         declared = recording.options.get("logits_dtype", natural)
         dtypes = [dtype for dtype in dict.fromkeys(("bfloat16", "float16", natural)) if dtype != declared]
         got, problem = recording.losses(name)[0][rows], self._problem(name, rows, recording.logits(rows))
-        return dtype_of_rounded(name, problem, self._exact[name][rows], got, dtypes)
+        if not (dtype := dtype_of_rounded(name, problem, self._exact[name][rows], got, dtypes)):
+            return None
+        due = f", not to {declared}," if recording.has("hidden") and "logits_dtype" in recording.options else ""
+        return f"the logits are rounded to {dtype}{due} before the softmax"
 
     def _misread(self, name: str, wrong: Array) -> str | None:
         recording = self._recording
