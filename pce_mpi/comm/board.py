@@ -10,12 +10,10 @@ together before their next collective over a communicator. Each waits there unti
 If a collective was left behind, which never ends, they take another communicator. So a loop that catches the errors
 of its steps goes on with one step on all ranks, however often and wherever one of them raises.
 
-But a rank that raises in a call in which nobody waits for it may go on, with no collective missed, to the line where
-the others hear of its error. It raises there again, as they do: otherwise they would be a step ahead of it.
-
-Ranks that go on at different lines would take each other's numbers. So would ranks of which one raises at the end of a
-step and another one, for a reason of its own, at the beginning of the next: after more calls, but earlier in the code.
-Both are errors, and the communicator is not used again.
+Ranks that are not in the same pass of a loop would take each other's numbers, so that each doubt is an error, and the
+communicator is not used again: ranks that go on at different lines; one that hears of an error at a place that does not
+come after that of the error in the code; two that raise errors of their own, one after more calls but earlier in the
+code. `Mesh.attempt` leaves no doubt: errors raised and heard in one block of it belong together.
 
 A rank that waits for long, or for one whose program has ended, says so on standard error, once for each operation.
 """
@@ -29,21 +27,19 @@ from functools import cache
 import json
 import os
 import sys
-from threading import get_ident
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
 from pce_mpi.comm.errors import CollectiveTimeout, error_of, kind_of, named, names_ranks, text_of
-from pce_mpi.comm.library import is_running, mpi
+from pce_mpi.comm.library import is_running, mpi, out_of_communicators
 from pce_mpi.comm.program import Place, is_before, lines_of, place, program
 from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-Error = TypeVar("Error", bound=BaseException)
 
 _TAG = 2
 _NAP = 0.0002
@@ -73,11 +69,10 @@ class Board:
         self.over = "comm"
         self.has_left = False
         self.why_left: Exception | None = None  # until it is told
-        self.thread = get_ident()  # the last that has used it
+        self.thread = program.thread  # the last that has used it
         self._round = 0
         self._raised_in: list[int] = []  # the numbers of calls: the last collective's, and those of the errors
-        self._raised: list[list[Any]] = []  # how many calls after the one before, and at which place
-        self._repeated: list[bool] = []  # whether it was raised again
+        self._raised: list[list[Any]] = []  # the errors as they were told
         self._heard: dict[tuple[int, str], dict[int, list[Any]]] = {}
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self.broadcasts = self._received = 0
@@ -91,19 +86,14 @@ class Board:
         """Tell all other ranks that this one has raised `error`, in a call at a place of the program."""
         if self.size > 1:
             self._raised_in = self._raised_in or [self.marks[not self.has_left]]
-            self._raised.append([program.count - self._raised_in[-1], at])
+            calls = program.count - self._raised_in[-1]
             self._raised_in.append(program.count)
-            self._repeated.append(False)
-            text = kind_of(error), text_of(error)[:_MOST_CHARACTERS]
-            self._send(f"error {self.errors}", self.position, names_ranks(error), *text, *self._raised[-1])
+            origin = vars(error).get("origin", [program.block, at])
+            text = names_ranks(error), kind_of(error), text_of(error)[:_MOST_CHARACTERS]
+            self._raised.append([self.position, *text, calls, program.block, at, origin])
+            self._send(f"error {self.errors}", *self._raised[-1])
             self.errors += 1
             self.why_left = None
-
-    def repeat(self) -> None:
-        """Note that this rank raises its last error again, here."""
-        if self.errors:
-            self._raised_in[-1] = program.count
-            self._repeated[-1] = True
 
     def receive(self, messages: int) -> None:
         """Receive as many messages as the other ranks have sent in all."""
@@ -131,8 +121,10 @@ class Board:
 
     def _error_of(self, errors: dict[int, list[Any]]) -> Exception:
         rank = min(errors)
-        _, is_named, kind, text, *_ = errors[rank]
-        return named(error_of(kind, text if is_named else text_by_rank({rank: text}, self.over)))
+        _, is_named, kind, text, *_, origin = errors[rank]
+        error = named(error_of(kind, text if is_named else text_by_rank({rank: text}, self.over)))
+        vars(error)["origin"] = origin
+        return error
 
     def say_who_waits(self, operation: str, start: float) -> None:
         """Write a line, if this rank is the lowest of those that have waited in `operation` for long."""
@@ -166,61 +158,62 @@ class Board:
 
     def settle(self, operation: str) -> None:
         """Come together with the other ranks, before this one begins `operation`."""
-        at = place()
-        self._wait_for(f"error {self.errors - 1}", operation, (program.count - self._raised_in[-2], at))
-        here = [at, self.position, self._repeated, self.has_left]
+        here: list[Any] = [program.count - self._raised_in[-2], program.block, place(), self.position, self.has_left]
         arrived = {**self._wait_for(self._send(f"arrives {self.errors}", *here), operation), self.rank: here}
-        for number, own in enumerate(self._raised):
-            raised = {rank: each[-2:] for rank, each in self._said(f"error {number}").items()} | {self.rank: own}
-            for rank, (calls, where) in raised.items():
-                has_repeated = arrived[rank][2][number]
-                if not has_repeated and any(
-                    calls < more and is_before(after, where) for more, after in raised.values()
-                ):
-                    places = {rank: where for rank, (_, where) in raised.items()}
-                    self._apart("ranks have raised errors in different passes of a loop", places)
+        self._check_passes(arrived)
         have_left = any(left for *_, left in arrived.values())
-        if have_left or len({position for _, position, *_ in arrived.values()}) > 1:
+        if have_left or len({position for *_, position, _ in arrived.values()}) > 1:
             group = self.comm.group
-            self.comm = self.comm.Create_group(group, _TAG)  # no collective of a communicator that cannot go on
+            try:
+                self.comm = self.comm.Create_group(group, _TAG)  # no collective of a communicator that cannot go on
+            except mpi().Exception as error:
+                raise CollectiveTimeout(str(out_of_communicators(operation, error))) from error
             group.Free()
             self.position = self.broadcasts = self._received = 0
         self._heard = {key: said for key, said in self._heard.items() if key[0] > self._round}
         self._round += 1
         self._asked = (-1, 0.0)
         self.errors = 0
-        self._raised_in, self._raised, self._repeated = [], [], []
+        self._raised_in, self._raised = [], []
         self.has_left = False
         self.listener()
-        if have_left and any(lines_of(at) != lines_of(other) for other, *_ in arrived.values()):
-            self._apart(
-                "ranks go on at different lines after an error", {rank: other for rank, (other, *_) in arrived.items()}
-            )
+        _, block, at, *_ = here
+        if any(each[1] != block or (have_left and lines_of(each[2]) != lines_of(at)) for each in arrived.values()):
+            self._apart("ranks go on at different lines after an error", [each[2] for each in arrived.values()])
 
-    def _apart(self, why: str, places: dict[int, Place]) -> NoReturn:
-        lines = {rank: f"{at[-1][0]}:{at[-1][2]}" if at else "" for rank, at in sorted(places.items())}
-        raise CollectiveTimeout(f"{why}: {text_by_rank(lines, self.over)}")
+    def _check_passes(self, arrived: dict[int, list[Any]]) -> None:
+        """Raise `CollectiveTimeout` unless all have raised each error in the same pass of each loop."""
+        for number, own in enumerate(self._raised):
+            raised = {self.rank: own, **self._said(f"error {number}")}
+            for *_, calls, block, at, (its_block, origin) in raised.values():
+                if at and origin and not block == its_block > 0:
+                    is_heard = at != origin
+                    if is_heard and lines_of(at) != lines_of(origin) and not is_before(origin, at):
+                        self._apart(
+                            "ranks hear of an error in another pass of a loop than it was raised in", [origin, at]
+                        )
+                    for *_, fewer, other_block, other, _ in raised.values():
+                        if fewer < calls and is_before(at, other) and not block == other_block > 0:
+                            self._apart("ranks have raised errors in different passes of a loop", [other, at])
+                    for rank, (calls_made, _, here, *_) in arrived.items() if number == len(self._raised) - 1 else ():
+                        if lines_of(here) == lines_of(at) and raised[rank][-4] < calls_made <= calls:
+                            self._apart("a rank has gone on to where others hear of its error", [raised[rank][-2], at])
 
-    def _wait_for(self, what: str, operation: str, here: tuple[int, Place] | None = None) -> dict[int, list[Any]]:
-        """Return what all other ranks say; raise the next error of one, or the last again if it was raised `here`.
+    def _apart(self, why: str, places: Sequence[Place]) -> NoReturn:
+        steps = list(zip(*map(lines_of, places), strict=False))
+        depth = next((depth for depth, each in enumerate(steps) if any(one != each[0] for one in each)), -1)
+        lines = " and ".join(dict.fromkeys(f"{at[depth][0]}:{at[depth][2]}" for at in places if at))
+        raise CollectiveTimeout(f"{why}: {lines}. Make each step within `with mesh.attempt():`")
 
-        A rank that has gone on from its error to the line where another one has raised is not there for another time
-        unless it has made more calls than that one.
-        """
+    def _wait_for(self, what: str, operation: str) -> dict[int, list[Any]]:
+        """Return what all other ranks say, or raise the next error of one."""
         timeout = timeout_seconds()
         start = time.monotonic()
         while True:
             self._listen()
-            said = self._said(what)
-            for rank, each in said.items() if here and not self._repeated[-1] else ():
-                *_, calls, where = each
-                if here and lines_of(where) == lines_of(here[1]) and self._raised[-1][0] < here[0] <= calls:
-                    for board in _boards_of_thread():
-                        board.repeat()
-                    raise known(self._error_of({rank: each}))
             if errors := self._said(f"error {self.errors}"):
                 raise self._error_of(errors)
-            if len(said) == self.size - 1:
+            if len(said := self._said(what)) == self.size - 1:
                 return said
             if time.monotonic() > start + timeout:
                 silent = [rank for rank in range(self.size) if rank != self.rank and rank not in said]
@@ -266,7 +259,7 @@ _boards: weakref.WeakSet[Board] = weakref.WeakSet()
 
 
 def _boards_of_thread() -> list[Board]:
-    return [board for board in _boards if board.thread == get_ident()]
+    return [board for board in _boards if board.thread == program.thread]
 
 
 def tell(error: BaseException, at: Place | None = None, *, final: bool = False) -> None:
@@ -278,13 +271,19 @@ def tell(error: BaseException, at: Place | None = None, *, final: bool = False) 
     if isinstance(error, CollectiveTimeout) or not is_running():
         return
     is_told = vars(error).get("told_in") == program.count
-    known(error)
+    vars(error)["told_in"] = program.count
     program.errors += not is_told
     at = place() if at is None else at
     for board in list(_boards):
-        if not is_told if board.thread == get_ident() else final:
+        if not is_told if board.thread == program.thread else final:
             with suppress(Exception):  # the error that is told must not be lost
                 board.tell(error, at)
+
+
+def tell_once(error: Exception) -> None:
+    """Tell an error of the program, unless the function that raised it has told it."""
+    if "told_in" not in vars(error):
+        tell(error)
 
 
 def count_errors(errors: int) -> None:
@@ -293,12 +292,6 @@ def count_errors(errors: int) -> None:
         program.errors += 1
         for board in _boards_of_thread():
             board.tell(RuntimeError("of another rank"), [])
-
-
-def known(error: Error) -> Error:
-    """Return `error`, marked as one that the other ranks know."""
-    vars(error)["told_in"] = program.count
-    return error
 
 
 def timeout_seconds() -> float:

@@ -20,7 +20,7 @@ from functools import cache
 import os
 import secrets
 import sys
-from threading import Lock, get_ident
+from threading import Lock
 import time
 from typing import TYPE_CHECKING, Any
 import warnings
@@ -95,7 +95,7 @@ class Channel:
         assert self.board is not None
         request = start(*arguments)  # which may find that there is no memory
         self.board.position += 1
-        self.board.marks, self.board.thread = (self.board.marks[1], program.count), get_ident()
+        self.board.marks, self.board.thread = (self.board.marks[1], program.count), program.thread
         self.wait(request, waiting_in or why.operation, *arguments)
 
     def start(
@@ -107,7 +107,7 @@ class Channel:
         assert self.board is not None
         pending = Pending(self, start(*arguments), why.operation, arguments)
         self.board.position += 1
-        self.board.marks, self.board.thread = (self.board.marks[1], program.count), get_ident()
+        self.board.marks, self.board.thread = (self.board.marks[1], program.count), program.thread
         return pending
 
     def settle(self, operation: str) -> None:

@@ -46,10 +46,16 @@ def telling_functions(names: dict[str, Any], *wings: str) -> None:
 
 
 def telling_methods(kind: Kind, but: Collection[str] = ()) -> Kind:
-    """Make the methods of the class `kind` that users call, and its operators, tell their errors, but for some."""
+    """Make the methods of the class `kind` that users call, its operators and what they assign, tell their errors."""
     for name, value in list(vars(kind).items()):
-        if isfunction(value) and (not name.startswith("_") or name.endswith("__")) and value.__name__ not in but:
+        if (name.startswith("_") and not name.endswith("__")) or name in but:
+            continue
+        if isfunction(value) and value.__name__ not in but:
             setattr(kind, name, telling(value))
+        elif isinstance(value, classmethod):
+            setattr(kind, name, classmethod(telling(value.__func__)))
+        elif isinstance(value, property) and value.fset:
+            setattr(kind, name, value.setter(telling(value.fset)))
     return kind
 
 

@@ -14,15 +14,18 @@ Place = list[list[Any]]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # How many functions of a place are told, from the outermost.
-_MOST_FUNCTIONS = 60
+_MOST_FUNCTIONS = 40
 
 
 class _Program(local):
     """The way of this thread: how many public functions it has called, the last of them, and the errors it has told."""
 
-    # Whoever notes a call does it in two lines: a function would be one more that each operation enters.
-    count = errors = 0
-    name = ""
+    def __init__(self) -> None:
+        # Whoever notes a call does it in two lines: a function would be one more that each operation enters.
+        self.count = self.errors = 0
+        self.name = ""
+        self.block = self.blocks = 0  # the number of the block of `Mesh.attempt`, 0 outside, and of the last
+        self.thread = object()  # no other thread will have it, as it may have the number
 
 
 program = _Program()

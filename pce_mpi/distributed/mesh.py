@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
 from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, call_of, local_checks
-from pce_mpi.comm.board import world_ranks
+from pce_mpi.comm.board import tell_once, world_ranks
 from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number, open_channel
 from pce_mpi.comm.doors import telling
 from pce_mpi.comm.errors import CollectiveError, named
 from pce_mpi.comm.library import comm_text, is_comm, out_of_communicators
 from pce_mpi.comm.no_ranks import NoRanks
+from pce_mpi.comm.program import program
 from pce_mpi.comm.rank_texts import RanksAlong, text_by_rank
 from pce_mpi.distributed.pictures import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims, Sharding
@@ -367,6 +368,43 @@ class Mesh:
             difference = _first_difference([json.loads(text) for text in texts], over)
             raise named(CollectiveError(difference))
         return list(others)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Make a step that all ranks end alike: an error of one rank is raised on every rank before the block ends.
+
+        That is any error that leaves the block on a rank, also one that the program raises itself. So catch errors
+        around the block, and go on with the next one:
+
+        >>> for batch in batches:  # doctest: +SKIP
+        ...     try:
+        ...         with mesh.attempt():
+        ...             train(batch)
+        ...     except ValueError as error:
+        ...         print("left out:", error)
+
+        Raises
+        ------
+        Exception
+            The first error of another rank, with its words and the number of that rank.
+        CollectiveError
+            If ranks end different blocks, or have run different operations before.
+
+        Notes
+        -----
+        Collective over all dims at the end of the block: one Allgather of 56 bytes. What a rank has computed or
+        assigned in the block before the error stays. Blocks may be nested.
+        """
+        outer, program.block = program.block, program.blocks + 1
+        program.blocks += 1
+        try:
+            yield
+            self.agree(tuple(self.dims), "attempt", {})
+        except Exception as error:
+            tell_once(error)
+            raise
+        finally:
+            program.block = outer
 
     def _begin_again(self) -> None:
         """Forget what this rank has run, as the others along the same dims do: a difference is reported once.

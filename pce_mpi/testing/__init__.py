@@ -8,11 +8,13 @@ when the first rank ends.
 from __future__ import annotations
 
 from functools import cache
+import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from pce_mpi.comm.board import count_errors, tell
+from pce_mpi.comm.board import count_errors, tell, timeout_seconds
 from pce_mpi.comm.library import is_running, mpi
 from pce_mpi.comm.program import program
 
@@ -30,7 +32,13 @@ def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
 def pytest_runtest_logfinish() -> None:
     """Let no rank hear in the next test of an error of this one."""
     if is_running() and mpi().COMM_WORLD.size > 1:
-        count_errors(_world().allreduce(program.errors, mpi().MAX))
+        mine, most = np.array([program.errors]), np.zeros(1, int)
+        request, deadline = _world().Iallreduce(mine, most, mpi().MAX), time.monotonic() + timeout_seconds()
+        while not request.Test():
+            if time.monotonic() > deadline:
+                pytest.exit(f"waited {timeout_seconds():g} s (PCE_MPI_TIMEOUT) for the other ranks to end the test", 1)
+            time.sleep(0.0002)
+        count_errors(int(most[0]))
 
 
 @cache
