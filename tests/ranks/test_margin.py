@@ -13,7 +13,7 @@ import pce_mpi as pce
 from pce_mpi import Shard, dense
 from pce_mpi.arrays import to_host
 from ranks.exact import DIGITS, exact_row
-from ranks.problems import as_cosines, assert_as_dense, draw, evaluate, part_of, same_on_every_rank, split
+from ranks.problems import as_cosines, assert_as_dense, draw, evaluate, part_of
 from ranks.test_accuracy import Case, Worst, limits, shard_of
 from ranks.test_dense import finite_differences
 from ulps import FINITE_DIFFERENCE, FLOAT64, FLOAT64_ROUNDED_TO_FLOAT32, GRADIENT, LOSS, worst
@@ -245,27 +245,6 @@ def test_margined_logits_have_an_order_of_their_own():
 
 
 @several
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
-def test_margin_has_bits_of_one_process(comm, dtype):
-    rng = np.random.default_rng(7)
-    for margin, how in product(MARGINS, ("balanced", "first class alone", "uneven")):
-        x, targets = rng.uniform(-1, 1, (9, 31)).astype(dtype), rng.integers(0, 31, 9)
-        options = {"margin": margin, "logit_scale": 16.0, "label_smoothing": 0.1, "z_loss": 0.01}
-        loss, gradient = pce.softmax_cross_entropy_value_and_grad(x, targets, **options)
-        start, stop = split(31, comm.size, how)[comm.rank]
-        given = {"comm": comm, "class_start": start, **options}
-        with pce.trace() as trace:
-            found, mine = pce.softmax_cross_entropy_value_and_grad(x[:, start:stop].copy(), targets, **given)
-        assert same_on_every_rank(comm, found)
-        with in_step(comm):
-            assert found.tobytes() == loss.tobytes()
-            assert mine.tobytes() == gradient[:, start:stop].tobytes()
-    with in_step(comm), pce.trace() as trace:
-        pce.softmax_cross_entropy(x[:, start:stop].copy(), targets, comm=comm, class_start=start, margin=ARCFACE)
-    assert trace.bytes("all_reduce") == 40 * 9
-
-
-@several
 def test_margin_with_every_other_option(comm):
     for margin, weight, smoothing in product((ARCFACE, (1.35, 0.0, 0.2)), (False, True), (0.0, 0.1)):
         with in_step(comm):
@@ -274,23 +253,6 @@ def test_margin_with_every_other_option(comm):
             problem = problem.but(logits=as_cosines(problem.logits))
             part = part_of(comm, problem)
             assert_as_dense(evaluate(comm, problem, part), problem, part)
-
-
-@several
-def test_margin_of_distributed_arrays_has_bits_of_plain(comm):
-    rng = np.random.default_rng(8)
-    x, targets = rng.uniform(-1, 1, (9, 31)).astype(np.float32), rng.integers(0, 31, 9)
-    options = {"margin": ARCFACE, "logit_scale": 16.0}
-    loss, gradient = pce.softmax_cross_entropy_value_and_grad(x, targets, **options)
-    mesh = pce.Mesh(comm, classes=comm.size)
-    for margin in (ARCFACE, list(ARCFACE), tuple(map(np.float32, ARCFACE))):
-        logits = pce.distribute(x, mesh, classes=Shard(1), requires_grad=True)
-        found = pce.cross_entropy(logits, targets, **options | {"margin": margin})
-        found.backward()
-        found, dlogits = found.full(), logits.grad.full()
-        with in_step(comm):
-            assert found == loss
-            assert dlogits.tobytes() == gradient.tobytes()
 
 
 @several
