@@ -13,7 +13,6 @@ import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard, dense
 from pce_mpi.loss import chunks, products
 from ranks.grids import mesh_of, squarest
-from ulps import FINITE_DIFFERENCE
 
 # One rank alone, and shards of several lengths.
 pytestmark = pytest.mark.sizes(1, 3)
@@ -93,31 +92,6 @@ def test_each_statistic_has_its_own_gradient(comm, names):
     )
 
 
-@pytest.mark.parametrize("name", ["plain", "softcap", "masked by bias"])
-def test_gradients_of_linear_statistics_are_finite_differences(comm, name):
-    hidden, w, targets, upstream = problem()
-    bias = CALLS[name].get("bias", np.zeros(CLASSES))
-    options = {key: value for key, value in CALLS[name].items() if key != "bias"}
-
-    def total(hidden, w, bias):
-        found = run(comm, hidden, w, targets, chunk=7, bias=bias, **options)[0]._asdict()
-        return sum(float(found[each] @ upstream[each]) for each in NAMES)
-
-    mine, step = mine_of(comm), np.finfo(np.float64).eps ** (1 / 3)
-    got = run(comm, hidden, w, targets, upstream, chunk=7, bias=bias, **options)[1]
-    operands, rng = (hidden, w, bias), np.random.default_rng(8)
-    along = [rng.standard_normal(x.shape) for x in operands]
-    for index, (gradient, part) in enumerate(((got.dhidden, slice(None)), (got.dw, mine), (got.dbias, mine))):
-        ends = [
-            total(*(x + sign * step * d * (index == at) for at, (x, d) in enumerate(zip(operands, along, strict=True))))
-            for sign in (1, -1)
-        ]
-        slope = float((gradient * along[index][..., part]).sum())
-        slope = slope if index == 0 else comm.allreduce(slope)
-        unit = np.finfo(np.float64).eps
-        assert abs(slope - (ends[0] - ends[1]) / (2 * step)) <= FINITE_DIFFERENCE * unit * max(1.0, abs(slope))
-
-
 def test_statistics_have_bits_of_those_of_logits(comm):
     hidden, w, targets, _ = problem(np.float32)
     logits = np.concatenate([hidden[row : row + 1] @ w[:, mine_of(comm)] for row in range(ROWS)])
@@ -157,39 +131,12 @@ def test_residuals_of_linear_statistics_serve_twice(comm):
     assert not np.shares_memory(first.dw, second.dw)
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_statistics_of_few_rows_and_empty_shards(comm, rows):
-    hidden, w, targets, upstream = problem()
-    mine = w if comm.rank == comm.size - 1 else w[:, :0]
-    given = {name: each[:rows] for name, each in upstream.items()}
-    found, residuals = pce.linear_class_statistics_forward(hidden[:rows], mine, targets[:rows], comm=comm)
-    got = pce.linear_class_statistics_backward(residuals, **given)
-    expected, gradients = oracle(hidden[:rows], w, targets[:rows], given)
-    for each, right in zip(found, expected, strict=True):
-        assert each.shape == (rows,)
-        np.testing.assert_allclose(each, right, rtol=1e-13)
-    np.testing.assert_allclose(got.dhidden, gradients.dhidden, atol=1e-14)
-    np.testing.assert_allclose(got.dw, gradients.dw if mine.size else mine, atol=1e-14)
-
-
 def test_ignored_rows_give_log_prob_no_gradient(comm):
     hidden, w, targets, _ = problem()
     found, got = run(comm, hidden, w, np.full_like(targets, -100), {"log_prob": 1.0}, chunk=6)
     assert not found.log_prob.any()
     assert found.entropy.all()
     assert not any(each.any() for each in got[:2])
-
-
-def test_more_axes_of_hidden_shape_the_statistics(comm):
-    hidden, w, targets, upstream = problem()
-    flat, got = run(comm, hidden[:20], w, targets[:20], {name: each[:20] for name, each in upstream.items()})
-    given = {name: each[:20].reshape(4, 5) for name, each in upstream.items()}
-    found, shaped = run(
-        comm, hidden[:20].reshape(4, 5, FEATURES), w.T.copy().T, targets[:20].reshape(4, 5), given, chunk=3
-    )
-    assert (found.log_prob.shape, shaped.dhidden.shape) == ((4, 5), (4, 5, FEATURES))
-    np.testing.assert_allclose(found.entropy.ravel(), flat.entropy, rtol=1e-13)
-    np.testing.assert_allclose(shaped.dhidden.reshape(20, FEATURES), got.dhidden, atol=1e-13)
 
 
 def test_without_targets_no_log_prob_is_given(comm):
@@ -280,12 +227,6 @@ def test_wrong_upstream_on_one_rank_raises_on_every(comm, change, error, text, s
 def test_residuals_of_another_function_are_refused():
     with pytest.raises(TypeError, match="must come from linear_class_statistics_forward, got NoneType"):
         pce.linear_class_statistics_backward(None, entropy=1.0)
-
-
-def test_ranks_agree_on_chunk_of_statistics(comm, several):
-    hidden, w, targets, _ = problem()
-    with pytest.raises(pce.CollectiveError, match="disagree on chunk"):
-        run(comm, hidden, w, targets, chunk=2 + comm.rank)
 
 
 @pytest.mark.sizes(1, 2)  # as many as GPUs are tested with
