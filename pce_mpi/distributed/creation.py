@@ -20,7 +20,7 @@ from pce_mpi.distributed.mesh import Mesh, check_mesh
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.redistribution import run_step
 from pce_mpi.distributed.sharding import Sharding, steps
-from pce_mpi.exact import draws
+from pce_mpi.exact import philox
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
 from pce_mpi.hollow import hollow
 from pce_mpi.scalars import flag, integer, integers, real
@@ -95,7 +95,7 @@ def normal(
     said = {"normal": shape, "seed": seed, "loc": _finite(loc, "loc"), "scale": _finite(scale, "scale")}
     if scale < 0:
         raise ValueError(f"scale must not be negative, got {scale}")
-    return _drawn(draws.normal, said, mesh, float(loc), float(scale), dtype, requires_grad, xp, placements)
+    return _drawn(philox.normal, said, mesh, float(loc), float(scale), dtype, requires_grad, xp, placements)
 
 
 def uniform(
@@ -152,7 +152,7 @@ def uniform(
     width = float(high) - float(low)
     if not 0.0 <= width < math.inf:
         raise ValueError(f"low must not be above high, by a finite difference, got {low} and {high}")
-    return _drawn(draws.uniform, said, mesh, float(low), width, dtype, requires_grad, xp, placements)
+    return _drawn(philox.uniform, said, mesh, float(low), width, dtype, requires_grad, xp, placements)
 
 
 def _drawn(
@@ -179,7 +179,7 @@ def _drawn(
     if mesh.is_hollow:
         made = hollow(destination.local_shape(mesh.coordinates), dtype)
         return DistArray(made, mesh, destination, requires_grad=requires_grad)
-    local, stream = xp.empty(destination.local_shape(mesh.coordinates), dtype), draws.stream_of(seed)
+    local, stream = xp.empty(destination.local_shape(mesh.coordinates), dtype), philox.stream_of(seed)
     flat, size = local.reshape(-1), BLOCK if xp is np else BLOCK_ON_GPU
     for start in range(0, local.size, size):
         # The place of each element in the global array, counted in C order.
