@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 
 from pce_mpi.comm.communicators import channel_of
-from pce_mpi.comm.errors import CollectiveError, CollectiveTimeout, error_of, kind_of, named, text_of
+from pce_mpi.comm.errors import CollectiveError, CollectiveTimeout, agreed, error_of, kind_of, named, text_of
 from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.rank_texts import text_by_rank
 from pce_mpi.comm.tracing import Purpose, cause
@@ -120,7 +120,7 @@ def agree_on_call(
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
         mine = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
         texts = all_gather_text(json.dumps(mine), comm, operation=operation, over=over)
-        raise named(CollectiveError(_differences(texts, over)))
+        raise agreed(named(CollectiveError(_differences(texts, over))), comm.size)
     return said[: len(facts)] if messages == channel.size else [each * channel.size for each in said[: len(facts)]]
 
 
@@ -138,7 +138,7 @@ def raise_together(
     if not (all(texts) and len(set(texts)) == 1 and failed[0][2]):
         messages = {rank: message for rank, (_, message, _) in failed.items()}
         said = text_by_rank(messages, over, between="; ")
-    raise named(error_of(kind, said)) from error
+    raise agreed(named(error_of(kind, said)), comm.size) from error
 
 
 def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:

@@ -270,6 +270,8 @@ def tell(error: BaseException, at: Place | None = None, *, final: bool = False) 
     """
     if isinstance(error, CollectiveTimeout) or not is_running():
         return
+    if vars(error).get("ranks") == mpi().COMM_WORLD.size:  # who all raise it
+        return
     is_told = vars(error).get("told_in") == program.count
     vars(error)["told_in"] = program.count
     program.errors += not is_told

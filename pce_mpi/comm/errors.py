@@ -60,6 +60,12 @@ def named(error: Error) -> Error:
     return error
 
 
+def agreed(error: Error, ranks: int) -> Error:
+    """Return `error`, marked as one that so many ranks raise together."""
+    vars(error)["ranks"] = ranks
+    return error
+
+
 def names_ranks(error: BaseException) -> bool:
     """Tell whether the text of `error` names the ranks that have found it."""
     return "names_ranks" in vars(error)

@@ -157,7 +157,7 @@ def without_the_sum(op):
     [
         ("matmul", "_MATMUL", scaled, "matmul"),
         ("loss", "CROSS_ENTROPY", scaled_gradient, "cross_entropy"),
-        ("indexing", "_PICK", scaled, "slice"),
+        ("joining", "_PICK", scaled, "slice"),
         ("arithmetic", "_MULTIPLY", without_the_sum, "multiply"),
     ],
 )
