@@ -138,7 +138,8 @@ def raise_together(
     if not (all(texts) and len(set(texts)) == 1 and failed[0][2]):
         messages = {rank: message for rank, (_, message, _) in failed.items()}
         said = text_by_rank(messages, over, between="; ")
-    raise agreed(named(error_of(kind, said)), comm.size) from error
+    ranks = max(comm.size, vars(error).get("ranks", 0) if error else 0)  # an agreement before may have been of more
+    raise agreed(named(error_of(kind, said)), ranks) from error
 
 
 def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:
