@@ -38,9 +38,9 @@ def sites(tree: ast.Module) -> Iterator[ast.expr | ast.If]:
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for node in (found for statement in function.body for found in ast.walk(statement)):
-                if node not in seen and mutated(node, dry=True):
+                if isinstance(node, ast.expr | ast.If) and node not in seen and mutated(node, dry=True):
                     seen.add(node)
-                    yield node  # type: ignore[misc]
+                    yield node
 
 
 def mutated(node: ast.AST, dry: bool = False) -> bool:

@@ -183,21 +183,23 @@ class Board:
 
     def _check_passes(self, arrived: dict[int, list[Any]]) -> None:
         """Raise `CollectiveTimeout` unless all have raised each error in the same pass of each loop."""
+        raised: dict[int, list[Any]] = {}
         for number, own in enumerate(self._raised):
-            raised = {self.rank: own, **self._said(f"error {number}")}
-            for *_, calls, block, at, (its_block, origin) in raised.values():
-                if at and origin and not block == its_block > 0:
-                    is_heard = at != origin
-                    if is_heard and lines_of(at) != lines_of(origin) and not is_before(origin, at):
-                        self._apart(
-                            "ranks hear of an error in another pass of a loop than it was raised in", [origin, at]
-                        )
-                    for *_, fewer, other_block, other, _ in raised.values():
-                        if fewer < calls and is_before(at, other) and not block == other_block > 0:
-                            self._apart("ranks have raised errors in different passes of a loop", [other, at])
-                    for rank, (calls_made, _, here, *_) in arrived.items() if number == len(self._raised) - 1 else ():
-                        if lines_of(here) == lines_of(at) and raised[rank][-4] < calls_made <= calls:
-                            self._apart("a rank has gone on to where others hear of its error", [raised[rank][-2], at])
+            raised = {rank: each[-4:] for rank, each in [(self.rank, own), *self._said(f"error {number}").items()]}
+            for calls, block, at, (its_block, origin) in raised.values():
+                if block == its_block > 0 or not (at and origin):
+                    continue  # one block leaves no doubt, and of an unknown place there is nothing to say
+                if lines_of(at) != lines_of(origin) and not is_before(origin, at):
+                    self._apart("ranks hear of an error in another pass of a loop than it was raised in", [origin, at])
+                for fewer, other_block, other, _ in raised.values():
+                    if fewer < calls and is_before(at, other) and not block == other_block > 0:
+                        self._apart("ranks have raised errors in different passes of a loop", [other, at])
+        for rank, (calls_made, _, here, *_) in arrived.items():
+            fewer, _, own_place, _ = raised[rank]
+            for calls, block, at, (its_block, origin) in raised.values():
+                if not block == its_block > 0 and origin and lines_of(here) == lines_of(at):
+                    if fewer < calls_made <= calls:
+                        self._apart("a rank has gone on to where others hear of its error", [own_place, at])
 
     def _apart(self, why: str, places: Sequence[Place]) -> NoReturn:
         steps = list(zip(*map(lines_of, places), strict=False))
@@ -268,9 +270,8 @@ def tell(error: BaseException, at: Place | None = None, *, final: bool = False) 
     An error is told once, also if it passes several who tell it. Its place is this call's, unless another one is given,
     an empty one if it is not known. `final` is of one that ends the program: it is told to the ranks of all threads.
     """
-    if isinstance(error, CollectiveTimeout) or not is_running():
-        return
-    if vars(error).get("ranks") == mpi().COMM_WORLD.size:  # who all raise it
+    # What all ranks raise together needs no telling.
+    if isinstance(error, CollectiveTimeout) or not is_running() or vars(error).get("ranks") == mpi().COMM_WORLD.size:
         return
     is_told = vars(error).get("told_in") == program.count
     vars(error)["told_in"] = program.count

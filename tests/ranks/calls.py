@@ -77,6 +77,12 @@ class Call:
         backward = self.function_of("_backward")
         return backward is not None and "out" in inspect.signature(backward).parameters
 
+    @property
+    def ignores_rows(self) -> bool:
+        """An ignored row counts nowhere, whatever it holds."""
+        has_ignored = self.operands(np.float64).keys() & {"targets", "rows"}
+        return bool(has_ignored) and not self.upstream.keys() & {"entropy", "logsumexp"}
+
     def forward(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """The results by name, and the residuals, if there are any."""
         if function := self.function_of("_forward"):
