@@ -11,6 +11,8 @@ import os
 from mpi4py import MPI
 import pytest
 
+from pce_mpi.comm.board import count_errors
+from pce_mpi.comm.program import program
 from record import text_of
 from verdict import PASSED, Verdict, describe, end_job, exchange
 
@@ -73,6 +75,8 @@ class RankAware:
             report.sections = []
             # A failure that was expected on some ranks only is a failure.
             vars(report).pop("wasxfail", None)
+        if report.when == "teardown":  # no rank hears in the next test of an error that this one has caught
+            count_errors(self.comm.allreduce(program.errors, MPI.MAX))
         return report
 
     # The end.
