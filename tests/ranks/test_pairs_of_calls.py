@@ -164,9 +164,14 @@ def test_refusal_along_one_dim_is_told_and_ends(comm, impatient):
     mesh = Mesh(comm, data=2, model=2)
     x = pce.distribute(NUMBERS, mesh, model=Shard(0))
     calls = {0: lambda: x.max(), 1: lambda: x.full()}
-    kinds = comm.allgather(type(refused_alone(calls.get(comm.rank, calls[1]))))
-    assert kinds == [pce.CollectiveError] * 2 + [type(None)] * 2
-    # Nobody waits for the ranks that have caught the error, and all begin the next call.
+
+    def attempt():
+        with mesh.attempt():
+            calls.get(comm.rank, calls[1])()
+
+    # Ranks 2 and 3 make the same call along model, and hear of the error at the end of the attempt.
+    texts = comm.allgather(str(refused_alone(attempt)))
+    assert texts == ["ranks disagree on operation: max (rank 0 along model), full (rank 1 along model)"] * 4
     assert len(set(comm.allgather(pce.fingerprint(x)))) == 1
     assert (x.full() == NUMBERS).all()
     assert len(set(comm.allgather(pce.fingerprint(x)))) == 1
