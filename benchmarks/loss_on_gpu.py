@@ -32,8 +32,8 @@ import numpy as np
 from gpu_peers import Peer, peers, release_memory
 from pce_mpi.arrays import dtype_named, import_cupy
 from pce_mpi.cli.arguments import positive
-from pce_mpi.cli.gpus import take_gpu_of_rank
-from pce_mpi.cli.progress import progress
+from pce_mpi.cli.info import take_gpu_of_rank
+from pce_mpi.cli.output import progress
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause

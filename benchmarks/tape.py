@@ -19,7 +19,7 @@ import numpy as np
 
 import pce_mpi as pce
 from pce_mpi.cli.arguments import positive
-from pce_mpi.cli.progress import progress
+from pce_mpi.cli.output import progress
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause

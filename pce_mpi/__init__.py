@@ -53,7 +53,7 @@ from pce_mpi.distributed.styles import (
     shard_parameters as shard_parameters,
 )
 from pce_mpi.exact.arithmetic import reproducible as reproducible
-from pce_mpi.include import get_include as get_include
+from pce_mpi.kernels import get_include as get_include
 from pce_mpi.loss import (
     ChosenResiduals as ChosenResiduals,
     ClassStatistics as ClassStatistics,

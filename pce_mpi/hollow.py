@@ -1,34 +1,107 @@
 """Hollow arrays, which have a shape and a dtype and no elements: the third array library, beside NumPy and CuPy.
 
-Operations run on them as on other arrays, and give the shapes and dtypes of their results. So a program's collectives
-are found without data. A function that needs the value of an element raises `TypeError`.
+Elsewhere such arrays are called fake, meta or abstract. Operations run on them as on other arrays, and give the shapes
+and dtypes of their results. So a program's collectives are found without data. A function that needs the value of an
+element raises `TypeError`.
 
-While a ledger is open, an array knows the memory that it would take: `block`, which it shares with its views, and
-whether its elements would follow each other in C order there. A view without that order is copied by `reshape`.
+The ledger counts the bytes that hollow arrays would take, by what they are for, now and at most. While it is open, an
+array knows the memory that it would take: its `Allocation`, which it shares with its views, and whether its elements
+would follow each other in C order there. A view without that order is copied by `reshape`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 import math
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from pce_mpi.ledger import Block, open_ledger
+#: the purposes of the bytes that a ledger counts; "tape" is all that the tape holds beside the parameters
+PURPOSES = ("parameters", "gradients", "optimizer state", "tape")
+
+
+class Allocation:
+    """The memory of a hollow array and of its views; `held` counts the nodes of the tape that hold it."""
+
+    __slots__ = ("bytes", "held", "ledger", "purpose")
+
+    def __init__(self, ledger: Ledger, size: int) -> None:
+        self.ledger, self.bytes, self.purpose, self.held = ledger, size, "", 0
+
+    def enter(self, purpose: str) -> None:
+        """Count this allocation for `purpose` from now on, until nothing refers to it."""
+        self.leave()
+        self.purpose = purpose
+        self.ledger.add(purpose, self.bytes)
+
+    def leave(self) -> None:
+        """Count this allocation for nothing any more."""
+        if self.purpose:
+            self.ledger.add(self.purpose, -self.bytes)
+
+    __del__ = leave
+
+
+class Ledger:
+    """The bytes for each of `PURPOSES`: `now`, and the `most` that there ever were."""
+
+    def __init__(self) -> None:
+        self.now = dict.fromkeys(PURPOSES, 0)
+        self.most = dict(self.now)
+
+    def add(self, purpose: str, size: int) -> None:
+        """Count `size` bytes more."""
+        self.now[purpose] += size
+        self.most[purpose] = max(self.most[purpose], self.now[purpose])
+
+    def hold(self, allocations: Iterable[Allocation], holder: Any) -> None:
+        """Count allocations for the tape, each once, while `holder` lives; parameters are counted as such."""
+        taken = [allocation for allocation in set(allocations) if allocation.purpose != "parameters"]
+        for allocation in taken:
+            self._held(allocation, 1)
+        finalize(holder, self._release, taken).atexit = False
+
+    def _release(self, allocations: list[Allocation]) -> None:
+        for allocation in allocations:
+            self._held(allocation, -1)
+
+    def _held(self, allocation: Allocation, change: int) -> None:
+        before = allocation.held
+        allocation.held += change
+        self.add("tape", allocation.bytes * ((allocation.held > 0) - (before > 0)))
+
+
+_open: ContextVar[Ledger | None] = ContextVar("open_ledger", default=None)
+# This runs without entering a Python function, for every operation.
+open_ledger = _open.get
+
+
+@contextmanager
+def keeping() -> Iterator[Ledger]:
+    """Open a ledger for a block."""
+    ledger = Ledger()
+    token = _open.set(ledger)
+    try:
+        yield ledger
+    finally:
+        _open.reset(token)
 
 
 class Hollow(np.ndarray[Any, Any]):
     """An array whose elements are all the same zero in memory, which is never read; `hollow` makes one."""
 
-    block: Block | None = None
+    allocation: Allocation | None = None
     ordered = True
 
     def __array_finalize__(self, seen: Any) -> None:
-        if getattr(seen, "block", None) is not None:  # this is a view
-            self.block, self.ordered = seen.block, False
+        if getattr(seen, "allocation", None) is not None:  # this is a view
+            self.allocation, self.ordered = seen.allocation, False
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if method == "at":
@@ -70,7 +143,7 @@ class Hollow(np.ndarray[Any, Any]):
             found: Any = super().__getitem__(index)
             if not isinstance(found, Hollow) or any(isinstance(part, np.ndarray | list) for part in parts):  # a copy
                 return hollow(found.shape, found.dtype)
-            if found.block is not None and self.ordered:
+            if found.allocation is not None and self.ordered:
                 found.ordered = _in_order(self.shape, lambda x: x[index])
             return found
         # A mask takes all elements, the most that a mask can take.
@@ -82,7 +155,7 @@ class Hollow(np.ndarray[Any, Any]):
     def reshape(self, *shape: Any, **options: Any) -> Any:
         """Return a view, or a copy if the elements are not in C order."""
         found = super().reshape(*shape, **options)
-        if self.block is None:
+        if self.allocation is None:
             return found
         if not self.ordered and found.shape != self.shape:
             return hollow(found.shape, found.dtype)
@@ -92,7 +165,7 @@ class Hollow(np.ndarray[Any, Any]):
     def transpose(self, *axes: Any) -> Any:
         """Return a view with other axes first."""
         found: Any = super().transpose(*axes)
-        if self.block is not None and self.ordered:
+        if self.allocation is not None and self.ordered:
             found.ordered = _in_order(self.shape, lambda x: x.transpose(*axes))
         return found
 
@@ -131,20 +204,20 @@ def hollow(shape: int | Sequence[int], dtype: Any = np.float64) -> Hollow:
     made = np.broadcast_to(np.zeros((), dtype), shape).view(Hollow)
     ledger = open_ledger()
     if ledger is not None:
-        made.block = Block(ledger, made.nbytes)
+        made.allocation = Allocation(ledger, made.nbytes)
     return made
 
 
 def enter(array: Any, purpose: str) -> None:
     """Count the memory of `array` for `purpose` in the open ledger; an array that is not hollow has elements."""
-    if isinstance(array, Hollow) and array.block is not None:
-        array.block.enter(purpose)
+    if isinstance(array, Hollow) and array.allocation is not None:
+        array.allocation.enter(purpose)
 
 
 def has_other_size(array: Any) -> bool:
     """Return whether `array` is a view of memory that has another size."""
     if isinstance(array, Hollow):
-        return array.block is not None and array.block.bytes != array.nbytes
+        return array.allocation is not None and array.allocation.bytes != array.nbytes
     return not array.flags.owndata and getattr(array.base, "size", 0) != array.size
 
 
@@ -173,7 +246,7 @@ def _as_hollow(found: Any) -> Any:
 def _broadcast(x: Any, shape: Any) -> Any:
     found = np.broadcast_to(np.asarray(x), shape)
     made = found.view(Hollow)
-    made.block, made.ordered = getattr(x, "block", None), False
+    made.allocation, made.ordered = getattr(x, "allocation", None), False
     return made
 
 

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from patience import slowdown
-from pce_mpi.comm.launch import launch, why_apart
+from pce_mpi.comm.library import launcher_env, why_apart
 from record import NOT_ASKED_FOR, Recorder, show_stacks_in
 import strict_cupy
 
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep(config, items, lambda item: asks_for(item, {"comm"}))
     if config.option.gpu:
         keep(config, items, lambda item: asks_for(item, {"cupy", "stand_in", "xp"}))
-    here = told.size if (told := launch()) else 1
+    here = told.size if (told := launcher_env()) else 1
     asked = {int(size) for size in config.option.sizes.split(",")} if config.option.sizes else {here}
     # A test runs at its own sizes alone: at those of them that are asked for, or else at them all.
     sizes = {item: sizes_of(item) & asked or sizes_of(item) or asked for item in items if asks_for(item, {"comm"})}
@@ -124,7 +124,7 @@ def keep(config: pytest.Config, items: list[pytest.Item], condition: Callable[[p
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     comm = None
-    if launch() is None:
+    if launcher_env() is None:
         # A pytest that is told to end must end the jobs that its tests have launched.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     else:
@@ -151,7 +151,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(cupy_on_cpu.Session())
         config.option.gpu = True
     if config.option.gpu:
-        from pce_mpi.cli.gpus import take_gpu_of_rank
+        from pce_mpi.cli.info import take_gpu_of_rank
 
         try:
             take_gpu_of_rank(comm)

@@ -19,8 +19,7 @@ from pce_mpi.distributed.fingerprint import fingerprint_result
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.arithmetic import current, reset_current, set_current
-from pce_mpi.hollow import enter, has_other_size
-from pce_mpi.ledger import open_ledger
+from pce_mpi.hollow import enter, has_other_size, open_ledger
 
 _ONE_PLACEMENT = "gradients that add up have one placement"
 

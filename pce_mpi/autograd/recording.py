@@ -19,13 +19,12 @@ from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.arithmetic import converted, current
-from pce_mpi.hollow import Hollow
-from pce_mpi.ledger import Block, open_ledger
+from pce_mpi.hollow import Allocation, Hollow, open_ledger
 
 
-def blocks_of(value: Any) -> set[Block]:
+def allocations_of(value: Any) -> set[Allocation]:
     """Return the memory of all hollow arrays that `value` refers to, through containers and our own objects."""
-    found, seen, waiting = set[Block](), set[int](), [value]
+    found, seen, waiting = set[Allocation](), set[int](), [value]
     while waiting:
         each = waiting.pop()
         if id(each) in seen:
@@ -33,8 +32,8 @@ def blocks_of(value: Any) -> set[Block]:
         seen.add(id(each))
         if not isinstance(each, Hollow):
             waiting.extend(_parts(each))
-        elif each.block is not None:
-            found.add(each.block)
+        elif each.allocation is not None:
+            found.add(each.allocation)
     return found
 
 
@@ -103,7 +102,7 @@ def put_on_tape(
         ]
 
     if (ledger := open_ledger()) is not None:
-        ledger.hold(blocks_of([known, arguments, more]), vjp)
+        ledger.hold(allocations_of([known, arguments, more]), vjp)
     node = Node(op.name, [place_of(x) if x.requires_grad else None for x in operands], vjp, len(real), current())
     for value, result in enumerate(real):
         result.requires_grad = True

@@ -17,9 +17,8 @@ from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.distributed.mesh import Mesh, checked_dims
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.sharding import Coordinates, Sharding, balanced_splits
-from pce_mpi.hollow import hollow
-from pce_mpi.ledger import keeping
-from pce_mpi.scalars import integers, real
+from pce_mpi.hollow import hollow, keeping
+from pce_mpi.validation import integers, real
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from pce_mpi import __version__
 from pce_mpi.cli import bench, check, conformance, info, judge, rehearse
-from pce_mpi.cli.streams import Stream, Unwritten
+from pce_mpi.cli.output import Stream, Unwritten
 from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.board import timeout_seconds
-from pce_mpi.comm.launch import launch, why_apart
-from pce_mpi.comm.library import check_mpi, told_gpu_aware
+from pce_mpi.comm.library import check_mpi, launcher_env, told_gpu_aware, why_apart
 from pce_mpi.conformance.text import bounded
 from pce_mpi.exact.arithmetic import check_settings
 
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _status(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["conformance"] and not (launch() and {"-h", "--help"} & {*arguments}):
+    if arguments[:1] == ["conformance"] and not (launcher_env() and {"-h", "--help"} & {*arguments}):
         status = conformance.status_as_rank()
         if status is None and (wrong := _wrong_environment()):
             print(f"error: {wrong}", file=sys.stderr)

@@ -19,7 +19,7 @@ import numpy as np
 from pce_mpi.arrays import dtype_named
 from pce_mpi.cli import links
 from pce_mpi.cli.arguments import mesh_sizes, positive
-from pce_mpi.cli.progress import progress
+from pce_mpi.cli.output import progress
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import Purpose, cause, trace

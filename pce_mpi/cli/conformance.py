@@ -23,8 +23,8 @@ from typing import Any
 
 from pce_mpi.cli.arguments import positive
 from pce_mpi.cli.conformance_options import FILES, add_arguments
-from pce_mpi.cli.progress import Bar
-from pce_mpi.comm.launch import launch
+from pce_mpi.cli.output import Bar
+from pce_mpi.comm.library import launcher_env
 from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.problems.cases import fits
@@ -49,7 +49,7 @@ def status_as_rank() -> int | None:
 
     A launcher may end the job once a rank has failed, and rank 0 with it before it has printed.
     """
-    launched = launch()
+    launched = launcher_env()
     if launched is None:
         return None
     if launched.rank:

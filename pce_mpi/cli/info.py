@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 import json
@@ -11,12 +12,10 @@ import platform
 import socket
 from typing import TYPE_CHECKING, Any
 
-from pce_mpi.cli.gpus import gpu_of
 from pce_mpi.comm.agreement import all_gather_text
-from pce_mpi.comm.launch import launch, why_apart
-from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, reduces_on_gpus
+from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, launcher_env, reduces_on_gpus, why_apart
 from pce_mpi.conformance.reports.tables import table
-from pce_mpi.gpu import cuda_versions, gpus
+from pce_mpi.gpu import cuda_versions, gpus, take_gpu
 from pce_mpi.kernels import kernel_text
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
 
 def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
     """Return the report of this rank."""
-    launched = launch()
+    launched = launcher_env()
     return {
         "rank": 0 if comm is None else comm.rank,
         "size": 0 if comm is None else comm.size,
@@ -200,3 +199,20 @@ def _ranges(cores: list[int]) -> str:
         else:
             spans.append([core, core])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def gpu_of(rank: int, hosts: Sequence[str], seen: int) -> int:
+    """Number the ranks on each host, modulo the number of GPUs `seen` there; `hosts` are those of all ranks."""
+    return hosts[:rank].count(hosts[rank]) % seen
+
+
+def take_gpu_of_rank(comm: MPI.Intracomm | None) -> int:
+    """Make the GPU of this rank CuPy's current device, and return its number.
+
+    Collective over `comm`. Raises `RuntimeError` if CuPy sees no GPU.
+    """
+    host = socket.gethostname()
+    hosts = [host] if comm is None else all_gather_text(host, comm, operation="take a GPU")
+    number = gpu_of(0 if comm is None else comm.rank, hosts, len(gpus()))
+    take_gpu(number)
+    return number

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pce_mpi.cli.progress import Bar
+from pce_mpi.cli.output import Bar
 from pce_mpi.conformance.offline.differences import PARTS, Differences
 from pce_mpi.conformance.offline.measuring import Judge, Judged
 from pce_mpi.conformance.offline.recordings import Recording, pieces

@@ -17,9 +17,17 @@ import zlib
 import numpy as np
 
 from pce_mpi.comm.communicators import channel_of
-from pce_mpi.comm.errors import CollectiveError, CollectiveTimeout, agreed, error_of, kind_of, named, text_of
-from pce_mpi.comm.no_ranks import NoRanks
-from pce_mpi.comm.rank_texts import text_by_rank
+from pce_mpi.comm.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    agreed,
+    error_of,
+    kind_of,
+    named,
+    text_by_rank,
+    text_of,
+)
+from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.tracing import Purpose, cause
 
 if TYPE_CHECKING:
@@ -55,7 +63,7 @@ class local_checks:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class Signature:
     """An operation and all that must be the same on every rank, by name."""
 
     operation: str
@@ -71,19 +79,19 @@ def agree(
     comm: MPI.Intracomm, operation: str, arguments: Mapping[str, Hashable], facts: Sequence[int] = (), **more: Any
 ) -> list[tuple[int, ...]]:
     """Make sure that every rank of `comm` makes the same call, as `agree_on_call` does."""
-    call = call_of(operation, tuple(arguments.items()), tuple(map(type, arguments.values())))
+    call = signature_of(operation, tuple(arguments.items()), tuple(map(type, arguments.values())))
     return agree_on_call(comm, call, facts, **more)
 
 
 @lru_cache(maxsize=1024)
-def call_of(operation: str, arguments: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> Call:
+def signature_of(operation: str, arguments: tuple[tuple[str, Hashable], ...], types: tuple[type, ...]) -> Signature:
     """Return the call, cached, as programs repeat few calls; `types` tells 1 from True, which are equal as keys."""
-    return Call(operation, dict(arguments))
+    return Signature(operation, dict(arguments))
 
 
 def agree_on_call(
     comm: MPI.Intracomm,
-    call: Call,
+    call: Signature,
     facts: Sequence[int] = (),
     *,
     error: Exception | None = None,
@@ -105,7 +113,7 @@ def agree_on_call(
     channel = channel_of(comm, operation)
     call_or_failure = checksum if error is None else checksum + _FAILED
     header = np.array((call_or_failure, *facts, *(0,) * (FACTS - len(facts))), np.int64)
-    messages = 1 if type(channel) is NoRanks else channel.size  # that of this rank stands for all of them
+    messages = 1 if type(channel) is FakeComm else channel.size  # that of this rank stands for all of them
     headers = np.empty((messages, 1 + FACTS), np.int64)
     why = cause(operation, over, "every rank makes the same call and its checks passed")
     gather, waiting_in = channel.comm.Iallgather, f"{operation}: agreement"

@@ -32,10 +32,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
-from pce_mpi.comm.errors import CollectiveTimeout, error_of, kind_of, named, names_ranks, text_of
+from pce_mpi.comm.errors import (
+    CollectiveTimeout,
+    error_of,
+    kind_of,
+    named,
+    names_ranks,
+    ranks_text,
+    text_by_rank,
+    text_of,
+)
 from pce_mpi.comm.library import is_running, mpi, out_of_communicators
 from pce_mpi.comm.program import Place, is_before, lines_of, place, program
-from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
 
 if TYPE_CHECKING:
     from mpi4py import MPI

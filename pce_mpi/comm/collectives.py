@@ -23,7 +23,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, cupy_of, is_half
 from pce_mpi.comm.communicators import channel_of, has_abandoned
 from pce_mpi.comm.library import gpu_aware, mpi, reduces_on_gpus, takes_large_counts
-from pce_mpi.comm.no_ranks import NoRanks
+from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.torch_group import TorchGroup
 from pce_mpi.comm.tracing import Purpose, current_cause, record
 from pce_mpi.gpu import finish_work, from_pinned, pinned, to_pinned
@@ -130,7 +130,7 @@ def start_all_reduce(
     why = current_cause()
     channel, xp = channel_of(comm, why.operation), array_namespace(array)
     # On one rank the result is the array, which need not leave the GPU; without ranks it has the array's shape.
-    if isinstance(channel, NoRanks) or (channel.size == 1 and xp is not np):
+    if isinstance(channel, FakeComm) or (channel.size == 1 and xp is not np):
         record(why, "all_reduce", Purpose.PAYLOAD, ranks=channel.size, bytes=wire_dtype(array).itemsize * array.size)
         alone = array if overwrite else array.copy()
         return lambda: alone

@@ -30,15 +30,13 @@ import numpy as np
 
 from pce_mpi.comm.board import Board, notice_seconds, say, tell, timeout_seconds
 from pce_mpi.comm.doors import is_within_door
-from pce_mpi.comm.errors import CollectiveTimeout
-from pce_mpi.comm.launch import why_apart
-from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators
-from pce_mpi.comm.no_ranks import NoRanks
+from pce_mpi.comm.errors import CollectiveTimeout, ranks_text, text_by_rank
+from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators, why_apart
 from pce_mpi.comm.program import program
-from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
+from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group
 from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
-from pce_mpi.ledger import open_ledger
+from pce_mpi.hollow import open_ledger
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -254,9 +252,9 @@ def _channel_key() -> int:
     return MPI.Comm.Create_keyval()
 
 
-def channel_of(comm: MPI.Intracomm | NoRanks | TorchGroup, operation: str) -> Any:
+def channel_of(comm: MPI.Intracomm | FakeComm | TorchGroup, operation: str) -> Any:
     """Return the `Channel` on the cached duplicate of `comm`, collective the first time; the others are their own."""
-    if isinstance(comm, NoRanks):
+    if isinstance(comm, FakeComm):
         return comm
     if open_ledger() is not None:
         raise RuntimeError(f"{operation}: nothing is sent in a rehearsal, and this communicator has ranks")

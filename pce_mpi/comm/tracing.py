@@ -22,8 +22,8 @@ from itertools import groupby
 import json
 from typing import TYPE_CHECKING, Any, Self
 
-from pce_mpi.pictures import new_figure, svg_or_none
-from pce_mpi.scalars import flag
+from pce_mpi.svg import new_figure, svg_or_none
+from pce_mpi.validation import flag
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

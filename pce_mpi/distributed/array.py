@@ -17,13 +17,13 @@ from pce_mpi.comm.doors import door, tell_from_here, telling_methods
 from pce_mpi.comm.program import program
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.distributed.pictures import array_size, draw_array
 from pce_mpi.distributed.placements import Partial, Placement
+from pce_mpi.distributed.plotting import array_size, draw_array
 from pce_mpi.distributed.redistribution import run_step
 from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.hollow import Hollow, enter
-from pce_mpi.pictures import new_figure, svg_or_none
+from pce_mpi.svg import new_figure, svg_or_none
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

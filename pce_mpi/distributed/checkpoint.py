@@ -34,7 +34,7 @@ from pce_mpi.distributed.tensor_files import (
     length_of_block,
     stored_dtype,
 )
-from pce_mpi.leftovers import abandoned, new_file
+from pce_mpi.temporary_files import abandoned, new_file
 from pce_mpi.text import names_shown, shown
 
 HostArray = np.ndarray[Any, Any]

@@ -13,7 +13,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, as_array, dtype_named, is_floating, is_half, library_named
 from pce_mpi.comm.agreement import all_gather_text, local_checks
 from pce_mpi.comm.collectives import all_to_all
-from pce_mpi.comm.rank_texts import text_by_rank
+from pce_mpi.comm.errors import text_by_rank
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, checked_dtype, owned
 from pce_mpi.distributed.mesh import Mesh, check_mesh
@@ -23,7 +23,7 @@ from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.exact import philox
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
 from pce_mpi.hollow import hollow
-from pce_mpi.scalars import flag, integer, integers, real
+from pce_mpi.validation import flag, integer, integers, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

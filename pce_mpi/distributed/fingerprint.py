@@ -13,7 +13,7 @@ import numpy as np
 from pce_mpi.arrays import array_namespace, to_host
 from pce_mpi.comm.agreement import all_gather_text, local_checks
 from pce_mpi.comm.collectives import all_reduce
-from pce_mpi.comm.rank_texts import text_by_rank
+from pce_mpi.comm.errors import text_by_rank
 from pce_mpi.comm.tracing import cause, current_phase, record_result, untraced
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims

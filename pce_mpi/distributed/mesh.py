@@ -13,20 +13,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
-from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, call_of, local_checks
+from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, local_checks, signature_of
 from pce_mpi.comm.board import tell_once, world_ranks
 from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number, open_channel
 from pce_mpi.comm.doors import telling
-from pce_mpi.comm.errors import CollectiveError, named
+from pce_mpi.comm.errors import CollectiveError, RanksAlong, named, text_by_rank
 from pce_mpi.comm.library import comm_text, is_comm, out_of_communicators
-from pce_mpi.comm.no_ranks import NoRanks
 from pce_mpi.comm.program import program
-from pce_mpi.comm.rank_texts import RanksAlong, text_by_rank
-from pce_mpi.distributed.pictures import draw_mesh, mesh_size
+from pce_mpi.comm.rehearsed import FakeComm
+from pce_mpi.distributed.plotting import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims, Sharding
 from pce_mpi.exact.arithmetic import check_settings, current
-from pce_mpi.floating_point import check_floating_point
-from pce_mpi.pictures import new_figure, svg_or_none
+from pce_mpi.svg import new_figure, svg_or_none
+from pce_mpi.validation import check_floating_point
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,7 +148,7 @@ class Mesh:
             if not 0 <= at < sizes.get(dim, 0):
                 raise ValueError(f"a mesh with {sizes} has no rank at {dim} = {at}")
         mesh = cls.__new__(cls)
-        mesh._begin(NoRanks(list(sizes.values()), list(here.values())), sizes, list(here.values()))
+        mesh._begin(FakeComm(list(sizes.values()), list(here.values())), sizes, list(here.values()))
         return mesh
 
     def _begin(self, cart: Any, sizes: dict[str, int], coordinates: Sequence[int]) -> None:
@@ -160,11 +159,11 @@ class Mesh:
         self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
         self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): cart}
         self._history = self._beginnings = 0
-        self._in_world = None if isinstance(cart, NoRanks) else world_ranks(cart)
+        self._in_world = None if isinstance(cart, FakeComm) else world_ranks(cart)
         self._along: dict[tuple[str, ...], tuple[Any, RanksAlong]] = {}
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
         self._fault: Exception | None = None
-        self.is_hollow = isinstance(cart, NoRanks)
+        self.is_hollow = isinstance(cart, FakeComm)
         # Without ranks, the shardings of all arrays: they say which ranks would hold arrays of other shapes.
         self.shardings: set[Sharding] | None = set() if self.is_hollow else None
 
@@ -359,7 +358,7 @@ class Mesh:
         error = error or self._fault
         # As `agree` does, in one function less.
         call = {**call, "arithmetic": arithmetic.name}  # the arithmetic decides what operations send
-        known = call_of(operation, tuple(call.items()), tuple(map(type, call.values())))
+        known = signature_of(operation, tuple(call.items()), tuple(map(type, call.values())))
         histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
         # Ranks may have run other operations before an error of one of them: they are not compared.
         if self._beginnings == beginnings and histories != (self._history,) * len(histories):

@@ -3,19 +3,23 @@
 After Ozaki et al., Error-free transformations of matrix multiplication, 2012: rows of the first and columns of the
 second matrix are cut into slices of integers, whose products are sums of at most 53 bits. Level d adds the products of
 slices i and d - i; levels beyond the last slice are below the last bit.
+
+Slices of a parameter are kept for the next product while the parameter does not change. A step of training changes
+every parameter, but micro-batches, evaluation and generation multiply by the same one many times. A parameter is the
+same if its elements are: their copy is a small part of the memory that is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 import math
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import finalize
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.exact.kept import kept_slices
 from pce_mpi.exact.sums import exponents, grids, in_units, joined, one_nan, reduced, slices, slicing
 from pce_mpi.kernels import converted
 
@@ -23,6 +27,34 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 
 # The number of float64 elements that fit a cache, and the fewest rows with which a product is fast.
 _CACHE, _ROWS = 2**17, 128
+
+
+class _Kept(NamedTuple):
+    parameter: Array
+    exponents: Array
+    slices: Array
+
+
+_kept: dict[tuple[Any, ...], _Kept] = {}
+
+
+def _kept_slices(make: Callable[..., Array], x: Any, e: Any, *how: Any) -> Any:
+    """Return `make(x, e, *how)`: the result of the last call, if `x` and its exponents `e` have the same elements.
+
+    The result is kept until the memory of `x` is freed. Arrays on GPUs are not kept.
+    """
+    if type(x) is not np.ndarray:
+        return make(x, e, *how)
+    owner = x
+    while type(owner.base) is np.ndarray:
+        owner = owner.base
+    key = (id(owner), x.ctypes.data, x.shape, x.strides, x.dtype, *how)
+    found = _kept.get(key)
+    if found is None or not (np.array_equal(found.exponents, e) and np.array_equal(found.parameter, x)):
+        if found is None:
+            finalize(owner, _kept.pop, key, None)
+        found = _kept[key] = _Kept(x.copy(), e, make(x, e, *how))
+    return found.slices
 
 
 def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = False) -> Array:
@@ -39,7 +71,7 @@ def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = Fals
     bits, count = slicing(dtype, length, factors=2)
     # The slices of b stand in reverse order, so that the slices of level d are contiguous in both operands.
     how = bits, range(count)[::-1], -2
-    right = kept_slices(_side_by_side, second, f, *how) if keep and finite else _side_by_side(second, f, *how)
+    right = _kept_slices(_side_by_side, second, f, *how) if keep and finite else _side_by_side(second, f, *how)
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     found, levels = xp.empty(shape, dtype), None if comm is None else xp.empty((count, *shape))
     for rows in _blocks(a.shape[-2], math.prod(shape[:-2]) * (shape[-1] + k * count), xp, _ROWS):

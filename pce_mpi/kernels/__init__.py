@@ -113,3 +113,22 @@ def kernel_text() -> str:
     if hasattr(kernel, "instruction_set"):
         return f"compiled, {kernel.instruction_set()}"
     return f"NumPy ({_VARIABLE}=numpy)" if os.environ.get(_VARIABLE) else "NumPy (no compiled kernel)"
+
+
+def get_include() -> str:
+    """Return the folder of `pce_mpi.h`, the arithmetic of the loss for programs in C++ and CUDA.
+
+    `examples/loss.cpp` is such a program, and `docs/the-bits.md` specifies the bits that it computes.
+
+    Returns
+    -------
+    str
+        A path, for the compiler's option `-I`.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> Path(get_include(), "pce_mpi.h").is_file()
+    True
+    """
+    return str(Path(__file__).parent)

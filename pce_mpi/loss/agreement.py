@@ -17,16 +17,15 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import array_namespace, number_of, to_host
-from pce_mpi.comm.agreement import Call, agree_on_call, local_checks, raise_together
-from pce_mpi.comm.errors import CollectiveError
+from pce_mpi.comm.agreement import Signature, agree_on_call, local_checks, raise_together
+from pce_mpi.comm.errors import CollectiveError, ranks_text, text_by_rank
 from pce_mpi.comm.library import check_comm, is_comm
-from pce_mpi.comm.no_ranks import NoRanks
-from pce_mpi.comm.rank_texts import ranks_text, text_by_rank
-from pce_mpi.floating_point import check_floating_point
+from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import host_kernel, sets_arithmetic
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import Problem, check, target_text
+from pce_mpi.validation import check_floating_point
 
 HostArray = np.ndarray[Any, Any]
 
@@ -61,7 +60,7 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
         if not sets_arithmetic:
             check_floating_point()
         problem = check_arguments()
-        if isinstance(options.comm, NoRanks) and type(problem.logits) is not Hollow:
+        if isinstance(options.comm, FakeComm) and type(problem.logits) is not Hollow:
             raise TypeError(
                 "arrays with elements need ranks: in a rehearsal, distributed arrays and hollow ones are taken"
             )
@@ -79,9 +78,9 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
     return problem
 
 
-def _call(options: Options, problem: Problem | None, more: Mapping[str, Hashable]) -> Call:
+def _call(options: Options, problem: Problem | None, more: Mapping[str, Hashable]) -> Signature:
     """Return all that must be the same on every rank; only the operation, if the checks of this rank failed."""
-    return Call(options.operation, {}) if problem is None else problem.call(more)
+    return Signature(options.operation, {}) if problem is None else problem.call(more)
 
 
 def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], error: Exception | None) -> Problem:
@@ -103,7 +102,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         }
         said = agree_on_call(comm, _call(options, problem, more), facts, error=error, over=over)
         assert problem is not None  # its error has been raised everywhere
-    if isinstance(comm, NoRanks):
+    if isinstance(comm, FakeComm):
         problem.place(0, asked or 0)
         return problem
     checksums, starts, counts, highest, samples, sums = said
@@ -145,7 +144,7 @@ def _facts(problem: Problem) -> tuple[int, ...]:
     """
     options = problem.options
     start = -1 if options.class_start is None else operator.index(options.class_start)
-    alone = options.comm is None or options.comm.size == 1 or isinstance(options.comm, NoRanks)
+    alone = options.comm is None or options.comm.size == 1 or isinstance(options.comm, FakeComm)
     sample = 0 if alone or options.num_classes is not None else _sample(*problem.sharded)
     checksum = 0 if alone or problem.alike is None else zlib.crc32(problem.alike.data)
     hidden = 0 if alone or problem.hidden is None else _checksum(problem.hidden)

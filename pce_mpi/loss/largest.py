@@ -24,7 +24,7 @@ from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.loss.tensors import tensors_for_tensors
-from pce_mpi.scalars import integer
+from pce_mpi.validation import integer
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]

@@ -11,7 +11,6 @@ import numpy as np
 
 from pce_mpi.arrays import to_host
 from pce_mpi.comm.agreement import agree, local_checks
-from pce_mpi.floating_point import check_floating_point
 from pce_mpi.kernels import converted, sets_arithmetic, standard_arithmetic
 from pce_mpi.kernels.softmax_state import RowSoftmax
 from pce_mpi.loss.chunks import Gradients, Product, agree_on_product
@@ -20,6 +19,7 @@ from pce_mpi.loss.passes import MadeResiduals, write_statistics_gradient
 from pce_mpi.loss.problem import Problem
 from pce_mpi.loss.statistics import ClassStatistics, named_statistics, statistics_fields, upstream_of_statistics
 from pce_mpi.loss.tensors import tensors_for_tensors
+from pce_mpi.validation import check_floating_point
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

@@ -17,7 +17,7 @@ from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.comm.torch_group import groups_wrapped
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Arithmetic
 from pce_mpi.kernels.parameters import NO_MARGIN, Transform
-from pce_mpi.scalars import flag, integer, real
+from pce_mpi.validation import flag, integer, real
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -17,17 +17,16 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from pce_mpi.arrays import to_host
+from pce_mpi.arrays import same_memory, shares_memory, to_host
 from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
-from pce_mpi.floating_point import check_floating_point
 from pce_mpi.kernels import converted, host_kernel, kernel_of, sets_arithmetic
 from pce_mpi.kernels.elementary import Arithmetic
 from pce_mpi.kernels.parameters import ClassWeights, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 from pce_mpi.loss.options import Reduction
 from pce_mpi.loss.problem import Problem, check_out, rows_and_classes
-from pce_mpi.memory import same_memory, shares_memory
+from pce_mpi.validation import check_floating_point
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]

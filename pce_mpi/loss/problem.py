@@ -11,15 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of, is_floating, name_of, to_host
-from pce_mpi.comm.agreement import Call
+from pce_mpi.arrays import (
+    array_namespace,
+    as_array,
+    check_one_library,
+    cupy_of,
+    is_floating,
+    name_of,
+    overlaps_itself,
+    same_memory,
+    shares_memory,
+    to_host,
+)
+from pce_mpi.comm.agreement import Signature
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.kernels import kernel_of
 from pce_mpi.kernels.elementary import Arithmetic
 from pce_mpi.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
-from pce_mpi.memory import overlaps_itself, same_memory, shares_memory
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
@@ -120,7 +130,7 @@ class Problem:
         options = self.options
         return LossTerms(options.label_smoothing, options.label_smoothing / self.num_classes, options.z_loss)
 
-    def call(self, more: Mapping[str, Hashable]) -> Call:
+    def call(self, more: Mapping[str, Hashable]) -> Signature:
         """Return the call: all that must be the same on every rank, with `more`."""
         options, other_targets = self.options, "none" if self.probabilities is None else "probabilities"
         classes = f"{self.targets_shape[options.axis]} class numbers a row" if self.several else "class numbers"
@@ -137,12 +147,12 @@ def _call_of(
     targets: str,
     weighted: bool,
     also: tuple[tuple[str, Hashable], ...],
-) -> Call:
+) -> Signature:
     values = {name: value for name, value in numbers.values.items() if name != "chunk"}  # `also` has the one in use
     values |= {"compute_dtype": name_of(values["compute_dtype"]), "reduction": str(values["reduction"])}
     values["direction"] = str(values["direction"])
     given = {"kind of targets": targets, "weight given": weighted}
-    return Call(operation, {**dict(also), "dtype": name_of(dtype), **values, **given})
+    return Signature(operation, {**dict(also), "dtype": name_of(dtype), **values, **given})
 
 
 def rows_and_classes(array: Array, axis: int) -> Array:

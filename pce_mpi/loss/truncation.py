@@ -24,7 +24,7 @@ from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Options, check_scale_is_near
 from pce_mpi.loss.problem import Problem, check
 from pce_mpi.loss.sets import Shard, mass_of, shard_of
-from pce_mpi.scalars import integer, real
+from pce_mpi.validation import integer, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]

@@ -19,7 +19,7 @@ from pce_mpi.ops.matmul import matmul, transposed_times
 from pce_mpi.ops.selection import where
 from pce_mpi.ops.shape import swapaxes
 from pce_mpi.ops.softmax import softmax
-from pce_mpi.scalars import flag, real
+from pce_mpi.validation import flag, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]

@@ -19,7 +19,7 @@ from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.exact.sums import reduced, total
 from pce_mpi.kernels import converted
 from pce_mpi.ops.shape import normalized_axis, reshape
-from pce_mpi.scalars import flag, integers
+from pce_mpi.validation import flag, integers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]

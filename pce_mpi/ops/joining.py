@@ -24,7 +24,7 @@ from pce_mpi.exact.sums import scattered
 from pce_mpi.kernels import converted
 from pce_mpi.ops.broadcasting import aligned
 from pce_mpi.ops.shape import expand_dims, normalized_axis, reshape
-from pce_mpi.scalars import integers
+from pce_mpi.validation import integers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]

@@ -23,7 +23,7 @@ from pce_mpi.kernels import layer_loops
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.shape import normalized_axis, reshape
 from pce_mpi.ops.variance import deviations, in_float64, sums
-from pce_mpi.scalars import real
+from pce_mpi.validation import real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]

@@ -33,7 +33,7 @@ from pce_mpi.ops.broadcasting import (
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.shape import normalized_axis, reshape
 from pce_mpi.ops.softmax import Softmax, real_dtype
-from pce_mpi.scalars import flag
+from pce_mpi.validation import flag
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 

@@ -13,7 +13,7 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, of_array
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray, operation
-from pce_mpi.scalars import integer, integers
+from pce_mpi.validation import integer, integers
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]

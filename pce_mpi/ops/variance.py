@@ -23,7 +23,7 @@ from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.sums import total
 from pce_mpi.ops.broadcasting import kept_shape, normalized_axes, reduction_rule, spread
 from pce_mpi.ops.elementwise import astype, elementwise_rule, unary, widened
-from pce_mpi.scalars import flag, real
+from pce_mpi.validation import flag, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]

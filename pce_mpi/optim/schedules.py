@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from pce_mpi.exact.functions import cos
-from pce_mpi.scalars import integer, real
+from pce_mpi.validation import integer, real
 
 
 def linear_schedule(step: int, *, lr: float, steps: int, warmup: int = 0, final: float = 0.0) -> float:

@@ -12,7 +12,7 @@ from patience import wait_until
 from pce_mpi.conformance.runs.journal import Follower, Journal
 from pce_mpi.conformance.text import innermost
 from pce_mpi.jobs.mpiexec import memory_shared_by
-from pce_mpi.leftovers import new_folder
+from pce_mpi.temporary_files import new_folder
 
 RIGHT = """
 import os

@@ -56,7 +56,7 @@ def test_planted_name_of_cupy_is_found(source, lines):
 
 # A shard may be empty, or a view on one rank and a copy on another: where elements are in memory must never decide
 # whether ranks communicate. These files ask, but only to know what this rank is to copy, may write to or must refuse.
-ASK_ABOUT_MEMORY = {"memory.py", "arrays.py", "loss/problem.py", "loss/passes.py"}
+ASK_ABOUT_MEMORY = {"arrays.py", "loss/problem.py", "loss/passes.py"}
 ASK_ABOUT_MEMORY |= {
     "comm/collectives.py",
     "hollow.py",
@@ -64,7 +64,6 @@ ASK_ABOUT_MEMORY |= {
     "ops/custom.py",
     "optim/optimizer.py",
     "exact/products.py",
-    "exact/kept.py",
 }
 ONE_RANK_ALONE = ("kernels/", "conformance/", "cli/")
 FUNCTIONS = {"byte_bounds", "may_share_memory", "same_memory", "shares_memory"}

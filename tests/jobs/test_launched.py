@@ -9,7 +9,7 @@ import pytest
 
 from jobs.launch import ROOT, job_environment
 from patience import slowdown
-from pce_mpi.comm.launch import Launch, launch, why_apart
+from pce_mpi.comm.library import LauncherEnv, launcher_env, why_apart
 
 # The variables by which launchers tell a process of its job; those of the machine's own launcher are not to interfere.
 PREFIXES = ("PMI_", "PMIX_", "OMPI_COMM_", "SLURM_")
@@ -30,23 +30,23 @@ PTY = STEP | {"SLURM_PROCID": "0", "SLURM_PTY_PORT": "46589"}
     ("told", "expected"),
     [
         ({}, None),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch(1, 2, "PMI_SIZE")),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, LauncherEnv(1, 2, "PMI_SIZE")),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "1"},
-            Launch(1, 2, "OMPI_COMM_WORLD_SIZE"),
+            LauncherEnv(1, 2, "OMPI_COMM_WORLD_SIZE"),
         ),
-        (STEP, Launch(1, 2, "SLURM_STEP_NUM_TASKS")),
-        (STEP | {"PMIX_RANK": "1"}, Launch(1, 2, "SLURM_STEP_NUM_TASKS")),
-        (STEP | {"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch(1, 2, "PMI_SIZE")),
+        (STEP, LauncherEnv(1, 2, "SLURM_STEP_NUM_TASKS")),
+        (STEP | {"PMIX_RANK": "1"}, LauncherEnv(1, 2, "SLURM_STEP_NUM_TASKS")),
+        (STEP | {"PMI_RANK": "1", "PMI_SIZE": "2"}, LauncherEnv(1, 2, "PMI_SIZE")),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, None),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),
         (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         (PTY | {"SLURM_TASK_PID": "1"}, None),
-        (PTY | {"SLURM_TASK_PID": str(os.getpid())}, Launch(0, 2, "SLURM_STEP_NUM_TASKS")),
-        (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, Launch(5, 8, "PMI_SIZE")),
+        (PTY | {"SLURM_TASK_PID": str(os.getpid())}, LauncherEnv(0, 2, "SLURM_STEP_NUM_TASKS")),
+        (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, LauncherEnv(5, 8, "PMI_SIZE")),
         (
             {"PMI_RANK": "3", "PMI_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-            Launch(0, 1, "OMPI_COMM_WORLD_SIZE"),
+            LauncherEnv(0, 1, "OMPI_COMM_WORLD_SIZE"),
         ),
         ({"PMI_SIZE": ""}, None),
     ],
@@ -72,7 +72,7 @@ def test_innermost_launcher_is_understood(monkeypatch, told, expected):
         monkeypatch.delenv(name)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert launch() == expected
+    assert launcher_env() == expected
 
 
 class World:

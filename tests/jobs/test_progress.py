@@ -13,8 +13,8 @@ import pytest
 
 from jobs.launch import ROOT
 from patience import slowdown
-from pce_mpi.cli import progress
-from pce_mpi.cli.progress import Bar
+from pce_mpi.cli import output
+from pce_mpi.cli.output import Bar
 
 
 class Clock:
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(output, "time", clock)
     return clock
 
 
@@ -85,7 +85,7 @@ def test_bar_that_is_not_shown_prints_nothing(clock, capsys):
 
 def test_terminal_gets_a_bar_in_one_line():
     program = """
-        from pce_mpi.cli.progress import Bar
+        from pce_mpi.cli.output import Bar
 
         bar = Bar("training", 30)
         for number in range(30):

@@ -9,10 +9,10 @@ from IPython.utils.capture import capture_output
 import pytest
 
 from jobs.launch import ROOT, job_environment
-from pce_mpi.distributed.pictures import array_size, draw_array
 from pce_mpi.distributed.placements import Shard
+from pce_mpi.distributed.plotting import array_size, draw_array
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.pictures import new_figure
+from pce_mpi.svg import new_figure
 
 TOUR = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
 CELLS = [cell for cell in TOUR["cells"] if cell["cell_type"] == "code"]

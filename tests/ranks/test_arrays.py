@@ -10,8 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pce_mpi.arrays import array_namespace, as_array, compute_dtype_of, is_floating, is_half, to_host
-from pce_mpi.memory import same_memory, shares_memory
+from pce_mpi.arrays import (
+    array_namespace,
+    as_array,
+    compute_dtype_of,
+    is_floating,
+    is_half,
+    same_memory,
+    shares_memory,
+    to_host,
+)
 from pce_mpi.ops.embedding import scatter_rows
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -279,7 +287,7 @@ def test_shared_memory_may_change_by_writing_elsewhere():
 
 def test_entangled_views_are_taken_to_share_memory(monkeypatch):
     # It is a Diophantine problem whether two views share an element; NumPy gives up within a bound on its work.
-    monkeypatch.setattr("pce_mpi.memory._OVERLAP_WORK", 1)
+    monkeypatch.setattr("pce_mpi.arrays._OVERLAP_WORK", 1)
     base = np.zeros(20_000, np.int8)
     a = np.lib.stride_tricks.as_strided(base, (6, 6, 4, 4, 3), (114, 48, 234, 978, 786))
     b = np.lib.stride_tricks.as_strided(base[1:], (6, 6, 4, 4, 3), (1093, 619, 739, 1165, 883))

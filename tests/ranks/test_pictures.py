@@ -11,9 +11,9 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi.comm.tracing import Event, Purpose
-from pce_mpi.distributed.pictures import array_size, blocks, draw_array
+from pce_mpi.distributed.plotting import array_size, blocks, draw_array
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.pictures import new_figure
+from pce_mpi.svg import new_figure
 from ranks.grids import mesh_of, squarest
 
 DIMS = (("data", 2), ("classes", 2))

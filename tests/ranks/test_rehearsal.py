@@ -18,7 +18,7 @@ import pce_mpi as pce
 from pce_mpi import DistArray, Mesh, Shard
 from pce_mpi.autograd import recording
 from pce_mpi.comm.tracing import Event, Purpose
-from pce_mpi.ledger import Block, Ledger
+from pce_mpi.hollow import Allocation, Ledger
 from ranks.grids import factorizations, mesh_of
 from ranks.test_random_programs import on_ranks, program_of, run
 
@@ -127,10 +127,10 @@ def root_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("program", [classify, attend, micro_batches], ids=lambda program: program.__name__)
 def test_tape_holds_the_bytes_that_were_rehearsed(comm, monkeypatch, program):
     mesh = mesh_of(comm, comm.size)
-    ledger, blocks = Ledger(), dict[int, Block]()
+    ledger, allocations = Ledger(), dict[int, Allocation]()
 
-    def real_blocks_of(value: Any) -> set[Block]:
-        found, seen, waiting = set[Block](), list[Any](), [value]
+    def real_allocations_of(value: Any) -> set[Allocation]:
+        found, seen, waiting = set[Allocation](), list[Any](), [value]
         while waiting:
             each = waiting.pop()
             if any(each is other for other in seen):
@@ -138,22 +138,22 @@ def test_tape_holds_the_bytes_that_were_rehearsed(comm, monkeypatch, program):
             seen.append(each)
             if isinstance(each, np.ndarray):
                 root = root_of(each)
-                if id(root) not in blocks:
-                    blocks[id(root)] = Block(ledger, root.nbytes)
-                    finalize(root, blocks.pop, id(root))
-                found.add(blocks[id(root)])
+                if id(root) not in allocations:
+                    allocations[id(root)] = Allocation(ledger, root.nbytes)
+                    finalize(root, allocations.pop, id(root))
+                found.add(allocations[id(root)])
             else:
                 waiting.extend(recording._parts(each))
         return found
 
-    monkeypatch.setattr(recording, "blocks_of", real_blocks_of)
+    monkeypatch.setattr(recording, "allocations_of", real_allocations_of)
     monkeypatch.setattr(recording, "open_ledger", lambda: ledger)
     distribute = pce.distribute
 
     def noted(array: Any, mesh: Mesh, **options: Any) -> DistArray:
         made = distribute(array, mesh, **options)
         if made.requires_grad:
-            (block,) = real_blocks_of(made.local)
+            (block,) = real_allocations_of(made.local)
             block.enter("parameters")
         return made
 

@@ -19,7 +19,7 @@ from pce_mpi.arrays import to_host
 from pce_mpi.autograd import apply as apply_module
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op
-from pce_mpi.exact import kept, products
+from pce_mpi.exact import products
 from pce_mpi.exact.products import product
 from pce_mpi.exact.sums import slicing, total
 from ranks.grids import factorizations, mesh_of, spread
@@ -234,9 +234,9 @@ def test_slices_of_parameter_are_kept_until_it_changes(line, monkeypatch):
         assert np.array_equal((x @ w).local, product(x.local, w.local.copy(), 6))
         assert not np.array_equal((x @ w).local, first)
         assert made.count((6, 4)) == 3  # once here, and once for the copy
-    count = len(kept._kept)
+    count = len(products._kept)
     del w
-    assert len(kept._kept) == count - 1
+    assert len(products._kept) == count - 1
 
 
 def test_trace_says_what_is_reduced(line):

@@ -11,7 +11,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import SGD, CollectiveError, Shard, clip_grad_norm
-from pce_mpi.comm.rank_texts import ranks_text
+from pce_mpi.comm.errors import ranks_text
 from pce_mpi.comm.tracing import Purpose
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.sharding import Sharding

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pce_mpi import CollectiveTimeout
-from pce_mpi.cli.gpus import gpu_of, take_gpu_of_rank
+from pce_mpi.cli.info import gpu_of, take_gpu_of_rank
 from pce_mpi.comm import collectives
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.communicators import channel_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 import re
 
-from pce_mpi.comm.rank_texts import ranks_text
+from pce_mpi.comm.errors import ranks_text
 from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.problem import PRODUCTS, Problem

@@ -9,7 +9,7 @@ import stat
 import sys
 from typing import TYPE_CHECKING
 
-from pce_mpi.leftovers import abandoned, new_file
+from pce_mpi.temporary_files import abandoned, new_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 import numpy as np
 
 from pce_mpi.conformance.judging.outcomes import ErrorMap
-from pce_mpi.pictures import INK, svg_element
+from pce_mpi.svg import INK, svg_element
 
 # Errors from this power of ten of what is allowed up to the largest one differ in colour.
 _LEAST = -2.0

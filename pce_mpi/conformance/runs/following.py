@@ -12,7 +12,7 @@ import signal
 import time
 from typing import Any, Protocol
 
-from pce_mpi.comm.rank_texts import ranks_text
+from pce_mpi.comm.errors import ranks_text
 from pce_mpi.conformance.candidates.fitting import problem_of, unmet_need
 from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.judging.outcomes import Finding, Outcome, Verdict, shaped

@@ -21,7 +21,7 @@ from pce_mpi.conformance.runs.orders import Orders
 from pce_mpi.conformance.text import bounded, innermost
 from pce_mpi.jobs import guard, supervisor
 from pce_mpi.jobs.mpiexec import LaunchError, memory_named_in, mpiexec, settings
-from pce_mpi.leftovers import abandoned, new_folder
+from pce_mpi.temporary_files import abandoned, new_folder
 
 # The part of a rank's output that is shown.
 _LINES_SHOWN = 20

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pce_mpi.arrays import as_array, library_named, to_host
+from pce_mpi.arrays import as_array, library_named, shares_memory, to_host
 from pce_mpi.conformance.candidates.adapters.torch_tensors import tensor_of
 from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.judging.bits import difference
@@ -20,7 +20,6 @@ from pce_mpi.conformance.problems.kinds.step import TrainingStep
 from pce_mpi.conformance.problems.problem import Array, Problem, stored
 from pce_mpi.conformance.runs.results import BadResult, gradients_of, results_of
 from pce_mpi.conformance.text import error_text, meant
-from pce_mpi.memory import shares_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI

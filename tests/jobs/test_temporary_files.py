@@ -10,8 +10,8 @@ import time
 import pytest
 
 from jobs.launch import ROOT, complete
-from pce_mpi import leftovers
-from pce_mpi.leftovers import abandoned, new_file, new_folder
+from pce_mpi import temporary_files
+from pce_mpi.temporary_files import abandoned, new_file, new_folder
 
 DAYS = 24 * 3600
 
@@ -31,7 +31,7 @@ def elsewhere(monkeypatch):
     """For what is made, or looked for, on another machine."""
 
     def move(number):
-        monkeypatch.setattr(leftovers, "_machine", lambda: f"{number:08x}")
+        monkeypatch.setattr(temporary_files, "_machine", lambda: f"{number:08x}")
 
     return move
 
