@@ -46,7 +46,7 @@ from pce_mpi.kernels.launch_config import (
     LaunchConfig,
 )
 from pce_mpi.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
-from pce_mpi.kernels.rows import Output, Rows, rows_of
+from pce_mpi.kernels.row_layout import Output, Rows, rows_of
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = Any  # cupy.ndarray

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.kernels.blocks import blocks_of, put_rows, rows_of
 from pce_mpi.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
 from pce_mpi.kernels.divergence import (
     divergence_sums as divergence_sums,
@@ -43,6 +42,7 @@ from pce_mpi.kernels.parameters import ClassWeights, Transform
 from pce_mpi.kernels.row_softmax import row_softmax as row_softmax
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
 from pce_mpi.kernels.states import merge as merge, states_of
+from pce_mpi.kernels.tiles import put_rows, rows_of, tiles_of
 
 Array = np.ndarray[Any, Any]
 
@@ -72,17 +72,17 @@ def fill_states(
     states = fields.identity(rows)
     weighted = fields.held_weight or fields.weight or fields.weighted_logit
     with np.errstate(all="ignore"):
-        for mine, block in blocks_of(rows, classes):
+        for mine, tile in tiles_of(rows, classes):
             part = states_of(
-                rows_of(logits, mine, block),
-                None if target_column is None else target_column[mine] - block.start,
+                rows_of(logits, mine, tile),
+                None if target_column is None else target_column[mine] - tile.start,
                 fields,
-                u=_class_weights(weights, mine, block) if weighted else None,
+                u=_class_weights(weights, mine, tile) if weighted else None,
                 transform=transform,
                 arithmetic=arithmetic,
-                first_class=class_start + block.start,
+                first_class=class_start + tile.start,
             )
-            if block.start == 0:
+            if tile.start == 0:
                 states[mine] = part
             else:
                 merge(part, states[mine], fields, transform, arithmetic)
@@ -105,13 +105,13 @@ def write_gradient(
         rows[:, ROW_GRADIENT[name], None] for name in ("held_gradient", "held", "held_weight")
     )
     with np.errstate(all="ignore"):
-        for mine, block in blocks_of(len(rows), logits.shape[1]):
-            x = rows_of(logits, mine, block)
-            u = _class_weights(weights, mine, block) if fields.weighted_logit else None
-            is_target = np.arange(block.start, block.stop) == target[mine, None]
+        for mine, tile in tiles_of(len(rows), logits.shape[1]):
+            x = rows_of(logits, mine, tile)
+            u = _class_weights(weights, mine, tile) if fields.weighted_logit else None
+            is_target = np.arange(tile.start, tile.stop) == target[mine, None]
             value = gradient_of(x, rows[mine], fields, transform, arithmetic, 1.0 if u is None else u, is_target)
             if weights.probabilities is None:
-                is_held = np.arange(block.start, block.stop) == column[mine, None]
+                is_held = np.arange(tile.start, tile.stop) == column[mine, None]
             else:
                 is_held = (x == held[mine]) & (u == held_weight[mine])
             at_held = np.broadcast_to(held_gradient[mine], x.shape)
@@ -119,11 +119,11 @@ def write_gradient(
                 at_held = at_held * softcap_slope(x.astype(f64), transform)
             value = np.where(is_held, at_held.astype(arithmetic.dtype), value)
             value[valid[mine] == 0] = 0.0
-            put_rows(out, mine, block, value)
+            put_rows(out, mine, tile, value)
 
 
 def _class_weights(weights: ClassWeights, rows: slice, classes: slice) -> Array | None:
-    """Return u of a block: None for ones, (classes,) if all rows have the same, else (rows, classes)."""
+    """Return u of a tile: None for ones, (classes,) if all rows have the same, else (rows, classes)."""
     weight = None if weights.weight is None else weights.weight[classes]
     if weights.probabilities is None:
         return weight

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.kernels.blocks import blocks_of, put_rows, rows_of
 from pce_mpi.kernels.elementary import (
     DOUBLE,
     HUGE,
@@ -41,6 +40,7 @@ from pce_mpi.kernels.gradients import gradient_of
 from pce_mpi.kernels.limbs import Sums, sum_of, united, value_of_wide
 from pce_mpi.kernels.parameters import GradientOf, Pair, Transform
 from pce_mpi.kernels.softmax_state import INFINITE, NO_GRID, StateFields
+from pce_mpi.kernels.tiles import put_rows, rows_of, tiles_of
 
 Array = np.ndarray[Any, Any]
 
@@ -159,8 +159,8 @@ def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
     words = np.zeros((rows, 6), u64)
     words[:, 0] = np.array(NO_GRID).view(u64)
     with np.errstate(all="ignore"):
-        for mine, block in blocks_of(rows, classes):
-            each = _classes(pair, mine, block)
+        for mine, tile in tiles_of(rows, classes):
+            each = _classes(pair, mine, tile)
             usable = np.isfinite(pair.difference[mine, :1])
             terms, skewness = each.jensen_shannon() if jensen_shannon else (each.kl(), 0.0)
             terms = np.where(usable, terms, 0.0)
@@ -205,12 +205,12 @@ def write_divergence_gradient(
     `valid`. All three are (rows,); `constant` is KL(P || Q), or KL(Q || m).
     """
     with np.errstate(all="ignore"):
-        for mine, block in blocks_of(len(slope), out.shape[1]):
-            each, less = _classes(pair, mine, block), constant[mine, None]
+        for mine, tile in tiles_of(len(slope), out.shape[1]):
+            each, less = _classes(pair, mine, tile), constant[mine, None]
             if of is GradientOf.KL_BY_Q:
                 value = each.difference()
             else:
                 value = each.by_p(less) if of is GradientOf.KL_BY_P else each.by_q_beside_mean(less)
             value = slope[mine, None] * value
             value = np.where(np.isfinite(pair.difference[mine, :1]) & ~np.isnan(value), value, np.nan)
-            put_rows(out, mine, block, np.where(valid[mine, None], value, 0.0))
+            put_rows(out, mine, tile, np.where(valid[mine, None], value, 0.0))

@@ -45,7 +45,7 @@ from pce_mpi.kernels.states import grid_of, in_units
 Array = np.ndarray[Any, Any]
 
 
-class RowSoftmax:
+class _SoftmaxColumns:
     """The softmax of each row, from merged states; float64, (rows,). Rows with a nan, a +inf or no class are `nan`.
 
     `class_weights` is the sum of the weights of all classes, for states without such a sum: a grid and limbs.
@@ -189,7 +189,7 @@ def row_softmax(
     states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Array | None
 ) -> Array:
     """Return the softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
-    softmax = RowSoftmax(states, fields, transform, arithmetic, class_weights)
+    softmax = _SoftmaxColumns(states, fields, transform, arithmetic, class_weights)
     columns = np.zeros((len(states), len(ROW_SOFTMAX)))
     absent = {
         *(() if fields.weighted_logit else ("weight", "weighted_nll")),

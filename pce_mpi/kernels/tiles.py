@@ -1,4 +1,4 @@
-"""Blocks of rows and classes that stay in the cache, for the NumPy kernel."""
+"""Tiles of rows and classes that stay in the cache, for the NumPy kernel."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pce_mpi.kernels.elementary import narrowed
 
 Array = np.ndarray[Any, Any]
 
-# The number of classes of a block.
-_BLOCK = 2**14
+# The number of classes of a tile.
+_TILE = 2**14
 
 
-def blocks_of(rows: int, classes: int) -> Iterable[tuple[slice, slice]]:
-    """Cut rows and classes into blocks; those of one row come in order."""
-    width = min(classes, _BLOCK)
-    height = max(1, _BLOCK // max(1, width))
+def tiles_of(rows: int, classes: int) -> Iterable[tuple[slice, slice]]:
+    """Cut rows and classes into tiles; those of one row come in order."""
+    width = min(classes, _TILE)
+    height = max(1, _TILE // max(1, width))
     for row in range(0, rows, height):
         for first in range(0, classes, max(1, width)):
             yield slice(row, min(rows, row + height)), slice(first, min(classes, first + width))
