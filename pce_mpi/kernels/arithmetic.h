@@ -50,7 +50,7 @@ constexpr float NEAR32 = 2048.0f;
 constexpr double NEAR = 0x1p20, HUGE_LOGIT = 0x1p60;
 constexpr int64_t HUGE_EXPONENT = int64_t(1) << 61;
 
-// An arithmetic's bits of a fraction and of a digit.
+// A precision's bits of a fraction and of a digit.
 struct Single {
     typedef float Number;
     static constexpr int POINT = 30, WIDTH = 21;
@@ -288,8 +288,8 @@ PCE_FUNCTION double softcap_slope(double x, const Transform &transform) {
 }
 
 // n and z - n log 2 for the z of a finite logit; inlined, as many callers need n alone.
-template <class Arithmetic>
-PCE_INLINED Exponential<typename Arithmetic::Number> argument(double x, const Transform &transform);
+template <class Precision>
+PCE_INLINED Exponential<typename Precision::Number> argument(double x, const Transform &transform);
 
 template <> PCE_INLINED Exponential<double> argument<Double>(double x, const Transform &transform) {
     Pair z = transformed(x, transform);
@@ -310,9 +310,9 @@ template <> PCE_INLINED Exponential<float> argument<Single>(double x, const Tran
 }
 
 // The exponential of z for a finite logit.
-template <class Arithmetic>
-PCE_FUNCTION Exponential<typename Arithmetic::Number> exponential(double x, const Transform &transform) {
-    auto e = argument<Arithmetic>(x, transform);
+template <class Precision>
+PCE_FUNCTION Exponential<typename Precision::Number> exponential(double x, const Transform &transform) {
+    auto e = argument<Precision>(x, transform);
     return {e.n, polynomial(e.t)};
 }
 template <> PCE_FUNCTION Exponential<double> exponential<Short>(double x, const Transform &transform) {

@@ -25,7 +25,7 @@ CPP_TYPES = {"float16": "pce::float16", "bfloat16": "pce::bfloat16", "float32": 
 #: unsigned integers by their bytes
 WORDS = {2: "uint16_t", 4: "uint32_t", 8: "uint64_t"}
 #: the C++ types of `elementary.SINGLE` and `DOUBLE`
-ARITHMETICS = ("pce::Single", "pce::Double")
+PRECISIONS = ("pce::Single", "pce::Double")
 #: `DType` in constants.cuh
 DTYPE_CODES = {name: code for code, name in enumerate(CPP_TYPES)}
 
@@ -90,14 +90,14 @@ def instantiations() -> list[Kernel]:
     """Return every kernel that can be launched."""
     types = list(CPP_TYPES.values())
     statistics, summed = ("row_statistics", "statistics_gradients"), ("double", "pce::Sum")
-    general = [(t, a) for t in types for a in ARITHMETICS if (t, a) != ("double", "pce::Single")]
+    general = [(t, a) for t in types for a in PRECISIONS if (t, a) != ("double", "pce::Single")]
     return [
         *LOOPS,
         *(Kernel("general_forward.cu", f"pce::fill_general_states<{t}, {a}>") for t, a in general),
-        *(Kernel("merge.cu", f"pce::merge_states<{a}>") for a in ARITHMETICS),
-        *(Kernel("row_softmax.cu", f"pce::fill_row_softmax<{a}>") for a in ARITHMETICS),
-        *(Kernel("losses.cu", f"pce::fill_row_{name}<{a}>") for name in ("losses", "gradients") for a in ARITHMETICS),
-        *(Kernel("statistics.cu", f"pce::fill_{name}<{a}>") for name in statistics for a in ARITHMETICS),
+        *(Kernel("merge.cu", f"pce::merge_states<{a}>") for a in PRECISIONS),
+        *(Kernel("row_softmax.cu", f"pce::fill_row_softmax<{a}>") for a in PRECISIONS),
+        *(Kernel("losses.cu", f"pce::fill_row_{name}<{a}>") for name in ("losses", "gradients") for a in PRECISIONS),
+        *(Kernel("statistics.cu", f"pce::fill_{name}<{a}>") for name in statistics for a in PRECISIONS),
         *(Kernel("sums.cu", f"pce::{name}<{item}>") for name in ("sum_items", "fill_loss") for item in summed),
         *(Kernel("divergence.cu", f"pce::{name}") for name in DIVERGENCE),
         *(Kernel("conversion.cu", f"pce::{name}") for name in ("convert", "split_halves")),

@@ -14,7 +14,7 @@ from pce_mpi.kernels.divergence import (
     logsumexp_differences as logsumexp_differences,
     row_divergences as row_divergences,
 )
-from pce_mpi.kernels.elementary import DOUBLE, Arithmetic
+from pce_mpi.kernels.elementary import DOUBLE, Precision
 from pce_mpi.kernels.losses import target_log_probs as target_log_probs
 from pce_mpi.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
@@ -67,8 +67,8 @@ def _weights(weights: ClassWeights, used: bool) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=64)
-def _call(fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> tuple[Any, ...]:
-    return fields.flags, transform.scale, transform.softcap or 0.0, arithmetic is DOUBLE
+def _call(fields: StateFields, transform: Transform, precision: Precision) -> tuple[Any, ...]:
+    return fields.flags, transform.scale, transform.softcap or 0.0, precision is DOUBLE
 
 
 def valid_rows(targets: Array, ignore_index: int) -> tuple[Array, bool, int]:
@@ -84,20 +84,20 @@ def fill_states(
     *,
     weights: ClassWeights,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
     class_start: int,
 ) -> Array:
     """Return the states of the rows of this shard; `definition.fill_states` has the arguments."""
     states = np.empty(logits.shape[0] * logits.shape[2], fields.dtype)
     used = fields.held_weight or fields.weight or fields.weighted_logit
-    call = _call(fields, transform, arithmetic)
+    call = _call(fields, transform, precision)
     _compiled.fill_states(*_raw(logits), target_column, *_weights(weights, used), class_start, states, *call)
     return states
 
 
-def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> None:
+def merge(a: Array, b: Array, fields: StateFields, transform: Transform, precision: Precision) -> None:
     """Merge the states `a` of some classes into the states `b` of others, of the same rows."""
-    _compiled.merge_states(a, b, *_call(fields, transform, arithmetic))
+    _compiled.merge_states(a, b, *_call(fields, transform, precision))
 
 
 class CompiledStates(MergedStates):
@@ -115,10 +115,10 @@ class CompiledStates(MergedStates):
 
 
 def row_softmax(
-    states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Array | None
+    states: Array, fields: StateFields, transform: Transform, precision: Precision, class_weights: Array | None
 ) -> CompiledStates:
     """Return the softmax of each row."""
-    return CompiledStates(states, class_weights, *_call(fields, transform, arithmetic), *transform.margin)
+    return CompiledStates(states, class_weights, *_call(fields, transform, precision), *transform.margin)
 
 
 def row_losses(softmax: CompiledStates, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
@@ -182,10 +182,10 @@ def write_gradient(
     *,
     weights: ClassWeights,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
 ) -> None:
     """Write the gradient of the logits into `out`; `definition.write_gradient` has the arguments."""
-    call = _call(fields, transform, arithmetic)
+    call = _call(fields, transform, precision)
     _compiled.write_gradient(*_raw(logits), *_raw(out), rows, *_weights(weights, fields.weighted_logit), *call)
 
 

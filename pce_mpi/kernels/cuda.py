@@ -24,20 +24,20 @@ from pce_mpi.arrays import is_floating
 from pce_mpi.kernels import largest
 from pce_mpi.kernels.chosen import bits_of, sums_of_equal as sums_of_equal
 from pce_mpi.kernels.compilation import (
-    ARITHMETICS,
     CPP_TYPES,
     DTYPE_CODES,
     ENTROPY,
     HOLD_LARGEST,
     LOOPS,
     OPTIONS,
+    PRECISIONS,
     WEIGHTED_LOGIT,
     WORDS,
     Kernel,
     loop,
     source_of,
 )
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Arithmetic
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
 from pce_mpi.kernels.launch_config import (
     BLOCK_THREADS,
     MERGE_BLOCK_THREADS,
@@ -79,9 +79,9 @@ def _launch_for_rows(kernel: Kernel, rows: int, *arguments: Any) -> None:
     _launch(kernel, (-(-rows // BLOCK_THREADS), 1), BLOCK_THREADS, *arguments)
 
 
-def _name_of(arithmetic: Arithmetic) -> str:
-    """Return the C++ type of an arithmetic."""
-    return ARITHMETICS[arithmetic is not SINGLE]
+def _name_of(precision: Precision) -> str:
+    """Return the C++ type of a precision."""
+    return PRECISIONS[precision is not SINGLE]
 
 
 def _way_of(scale: float) -> str:
@@ -96,12 +96,12 @@ def _loop_of(
     fields: int,
     weights: ClassWeights,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
 ) -> Kernel | None:
     """Return the kernel with a loop over vectors for these fields, None if the general one has to do it."""
     least, most = _NEAR_SCALES
     ones = not fields & WEIGHTED_LOGIT or (weights.weight is None and weights.probabilities is None)
-    if arithmetic is not SINGLE or transform.softcap is not None or not ones or not least <= transform.scale <= most:
+    if precision is not SINGLE or transform.softcap is not None or not ones or not least <= transform.scale <= most:
         return None
     kernel = loop(function, dtype.name, _way_of(transform.scale), fields)
     return kernel if kernel in LOOPS else None
@@ -132,7 +132,7 @@ def fill_states(
     *,
     weights: ClassWeights,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
     class_start: int,
 ) -> Array:
     """Return the states of the rows of logits (outer, classes, inner), uint64 (rows, words), as in `fields.dtype`.
@@ -160,11 +160,11 @@ def fill_states(
         split_states,
     ]
     looped = fields.flags & (HOLD_LARGEST | WEIGHTED_LOGIT | ENTROPY)
-    kernel = _loop_of("fill_states", logits.dtype, looped, weights, transform, arithmetic)
+    kernel = _loop_of("fill_states", logits.dtype, looped, weights, transform, precision)
     if kernel is not None:
         arguments.append(np.int64(class_start))
     else:
-        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(arithmetic)}"
+        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(precision)}"
         kernel = Kernel("general_forward.cu", f"pce::fill_general_states<{types}>")
         arguments += [softcap, *_probabilities_of(weights, sums or fields.held_weight), np.int64(class_start)]
     _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
@@ -173,7 +173,7 @@ def fill_states(
     states = cupy.empty((rows, words), np.uint64)
     arguments = [split_states, np.int64(rows), np.int32(config.splits), scale, softcap, np.int32(fields.flags), states]
     merge_blocks = -(-rows // (MERGE_BLOCK_THREADS // WARP_SIZE))
-    kernel = Kernel("merge.cu", f"pce::merge_states<{_name_of(arithmetic)}>")
+    kernel = Kernel("merge.cu", f"pce::merge_states<{_name_of(precision)}>")
     _launch(kernel, (merge_blocks, 1), MERGE_BLOCK_THREADS, *arguments)
     return states
 
@@ -192,11 +192,11 @@ class GpuStates(MergedStates):
         states: Array,
         fields: StateFields,
         transform: Transform,
-        arithmetic: Arithmetic,
+        precision: Precision,
         class_weights: np.ndarray[Any, Any] | None,
     ):
         super().__init__(states)
-        self.arithmetic = arithmetic
+        self.precision = precision
         sums = None if class_weights is None else cupy.asarray(class_weights)
         self.margin = _numbers_of(transform.margin)
         call = *_transform_arguments(transform), np.int32(fields.flags), sums
@@ -205,7 +205,7 @@ class GpuStates(MergedStates):
     def launch(self, file: str, function: str, *arguments: Any) -> None:
         """Launch a kernel that computes something for each row."""
         if len(self):
-            kernel = Kernel(file, f"pce::{function}<{_name_of(self.arithmetic)}>")
+            kernel = Kernel(file, f"pce::{function}<{_name_of(self.precision)}>")
             _launch_for_rows(kernel, len(self), *self._arguments, *arguments)
 
     @cached_property
@@ -217,13 +217,13 @@ class GpuStates(MergedStates):
 
 
 def row_softmax(
-    states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Any | None
+    states: Array, fields: StateFields, transform: Transform, precision: Precision, class_weights: Any | None
 ) -> GpuStates:
     """Return the softmax of each row.
 
     `class_weights`, on the host, is the sum of the weights of all classes, for states without such a sum.
     """
-    return GpuStates(states, fields, transform, arithmetic, class_weights)
+    return GpuStates(states, fields, transform, precision, class_weights)
 
 
 def _numbers_of(terms: tuple[float, ...]) -> list[np.float64]:
@@ -287,8 +287,8 @@ def target_log_probs(
     """
     states = cupy.repeat(softmax.states[:, :_WORDS], chosen.shape[1], axis=0)
     targets = (_wide(chosen) + 0.0).reshape(-1, 1).view(np.uint64)
-    fields, arithmetic = StateFields(hold_largest=True, target=True), softmax.arithmetic
-    each = GpuStates(cupy.concatenate([states, targets], axis=1), fields, transform, arithmetic, None)
+    fields, precision = StateFields(hold_largest=True, target=True), softmax.precision
+    each = GpuStates(cupy.concatenate([states, targets], axis=1), fields, transform, precision, None)
     return row_statistics(each, cupy.ascontiguousarray(valid).reshape(-1), dtype)[0][3].reshape(chosen.shape)
 
 
@@ -386,7 +386,7 @@ def _largest_columns(x: Array) -> Array:
         StateFields(hold_largest=True, argmax=True),
         weights=ClassWeights(),
         transform=Transform(),
-        arithmetic=DOUBLE if x.dtype == np.float64 else SINGLE,
+        precision=DOUBLE if x.dtype == np.float64 else SINGLE,
         class_start=0,
     )
     return states[:, -1:].view(np.int64)  # the last field of such states
@@ -467,7 +467,7 @@ def write_gradient(
     *,
     weights: ClassWeights,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
 ) -> None:
     """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be the same array.
 
@@ -489,9 +489,9 @@ def write_gradient(
         scale,
     ]
     looped = fields.flags & (WEIGHTED_LOGIT | ENTROPY)
-    kernel = _loop_of("write_gradient", logits.dtype, looped, weights, transform, arithmetic)
+    kernel = _loop_of("write_gradient", logits.dtype, looped, weights, transform, precision)
     if kernel is None or not output.aligned_with(source, logits.dtype):
-        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(arithmetic)}"
+        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(precision)}"
         kernel = Kernel("general_backward.cu", f"pce::write_general_gradient<{types}>")
         arguments += [np.int32(fields.flags), np.int32(DTYPE_CODES[out.dtype.name]), softcap]
         arguments += [_weight_of(weights, used), *_probabilities_of(weights, used)]

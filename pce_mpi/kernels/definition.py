@@ -27,7 +27,7 @@ from pce_mpi.kernels.divergence import (
     row_divergences as row_divergences,
     write_divergence_gradient as write_divergence_gradient,
 )
-from pce_mpi.kernels.elementary import Arithmetic, f64, i64, softcap_slope, u64
+from pce_mpi.kernels.elementary import Precision, f64, i64, softcap_slope, u64
 from pce_mpi.kernels.gradients import gradient_of
 from pce_mpi.kernels.largest import largest_of as largest_of
 from pce_mpi.kernels.limbs import Sums, number_of, sum_of_numbers, united_numbers
@@ -60,7 +60,7 @@ def fill_states(
     *,
     weights: ClassWeights,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
     class_start: int,
 ) -> Array:
     """Return the states of the rows of this shard.
@@ -79,13 +79,13 @@ def fill_states(
                 fields,
                 u=_class_weights(weights, mine, tile) if weighted else None,
                 transform=transform,
-                arithmetic=arithmetic,
+                precision=precision,
                 first_class=class_start + tile.start,
             )
             if tile.start == 0:
                 states[mine] = part
             else:
-                merge(part, states[mine], fields, transform, arithmetic)
+                merge(part, states[mine], fields, transform, precision)
     return states
 
 
@@ -97,7 +97,7 @@ def write_gradient(
     *,
     weights: ClassWeights,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
 ) -> None:
     """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be one array."""
     column, valid, target = (rows[:, ROW_GRADIENT[name]].view(i64) for name in ("column", "valid", "target"))
@@ -109,7 +109,7 @@ def write_gradient(
             x = rows_of(logits, mine, tile)
             u = _class_weights(weights, mine, tile) if fields.weighted_logit else None
             is_target = np.arange(tile.start, tile.stop) == target[mine, None]
-            value = gradient_of(x, rows[mine], fields, transform, arithmetic, 1.0 if u is None else u, is_target)
+            value = gradient_of(x, rows[mine], fields, transform, precision, 1.0 if u is None else u, is_target)
             if weights.probabilities is None:
                 is_held = np.arange(tile.start, tile.stop) == column[mine, None]
             else:
@@ -117,7 +117,7 @@ def write_gradient(
             at_held = np.broadcast_to(held_gradient[mine], x.shape)
             if transform.softcap is not None:
                 at_held = at_held * softcap_slope(x.astype(f64), transform)
-            value = np.where(is_held, at_held.astype(arithmetic.dtype), value)
+            value = np.where(is_held, at_held.astype(precision.dtype), value)
             value[valid[mine] == 0] = 0.0
             put_rows(out, mine, tile, value)
 

@@ -23,7 +23,7 @@ from pce_mpi.kernels.elementary import (
     DOUBLE,
     HUGE,
     SHORT,
-    Arithmetic,
+    Precision,
     curved,
     f64,
     horner,
@@ -72,7 +72,7 @@ class _Classes(NamedTuple):
     is_near: Array
     less_one: Array
     curve: Array
-    arithmetic: Arithmetic
+    precision: Precision
 
     def difference(self) -> Array:
         """Return q - p."""
@@ -92,7 +92,7 @@ class _Classes(NamedTuple):
         share, total = self._log_of_share(), self.p + self.q
         h = self.less_one / (2.0 + self.less_one)
         w = h * h
-        bent = horner(SHORT_BENT if self.arithmetic is SHORT else BENT, w)
+        bent = horner(SHORT_BENT if self.precision is SHORT else BENT, w)
         smaller = np.where(self.r > 0.0, self.p, self.q)
         less = np.where(smaller == 0.0, 0.0, smaller * np.abs(self.r))
         skewness = self.difference() * (share - 1.0) + np.where(self.r > 0.0, less, -less)
@@ -107,14 +107,14 @@ class _Classes(NamedTuple):
     def _log_of_share(self) -> Array:
         """Return the log of the larger of p and q, divided by m."""
         w = self.less_one
-        return twice_atanh(np.abs(w) / (4.0 + np.where(self.r > 0.0, 3.0 * w, w)), self.arithmetic)
+        return twice_atanh(np.abs(w) / (4.0 + np.where(self.r > 0.0, 3.0 * w, w)), self.precision)
 
 
 def _classes(pair: Pair, rows: slice, classes: slice) -> _Classes:
-    arithmetic = SHORT if pair.single else DOUBLE
+    precision = SHORT if pair.single else DOUBLE
     logits = [rows_of(each, rows, classes).astype(f64) for each in (pair.p, pair.q)]
     p, q = (
-        gradient_of(x, each[rows], StateFields(), pair.transform, arithmetic)
+        gradient_of(x, each[rows], StateFields(), pair.transform, precision)
         for x, each in zip(logits, (pair.p_rows, pair.q_rows), strict=True)
     )
     (z_p, low_p), (z_q, low_q) = (_transformed(x, pair.transform) for x in logits)
@@ -127,11 +127,11 @@ def _classes(pair: Pair, rows: slice, classes: slice) -> _Classes:
     r = np.where(np.isnan(r), 0.0, r)  # a nan if both are
     is_far = np.abs(r) > (FURTHEST if pair.single else FAR)
     k, f = reduced(np.clip(r, -FURTHEST, FURTHEST), np.zeros_like(r))
-    curve, scale = curved(f, arithmetic), power(k)
+    curve, scale = curved(f, precision), power(k)
     t = scale * (curve + f)
     less_one = t + (scale - 1.0)
     q = np.where(is_far, q, p * (t + scale))
-    return _Classes(p, q, r, is_far, k == 0, less_one, np.where(k == 0, curve, less_one - r), arithmetic)
+    return _Classes(p, q, r, is_far, k == 0, less_one, np.where(k == 0, curve, less_one - r), precision)
 
 
 def _transformed(x: Array, transform: Transform) -> tuple[Array, Array]:

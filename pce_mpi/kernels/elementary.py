@@ -58,7 +58,7 @@ NEAR32, NEAR, HUGE = f32(2048.0), 2.0**20, 2.0**60
 _REST, _BLOCK = (1 << 40) - 1, 2**13
 
 
-class Arithmetic(NamedTuple):
+class Precision(NamedTuple):
     """Bits of an element's fraction, bits of a digit, and the dtype of t."""
 
     point: int
@@ -66,9 +66,9 @@ class Arithmetic(NamedTuple):
     dtype: np.dtype[Any]
 
 
-SINGLE, DOUBLE = Arithmetic(30, 21, np.dtype(f32)), Arithmetic(62, 36, np.dtype(f64))
+SINGLE, DOUBLE = Precision(30, 21, np.dtype(f32)), Precision(62, 36, np.dtype(f64))
 # float64 with the polynomials of fewer terms.
-SHORT = Arithmetic(*DOUBLE)
+SHORT = Precision(*DOUBLE)
 
 
 def fma32(a: Array, b: Any, c: Any) -> Array:
@@ -139,21 +139,21 @@ def scaled(v: Array, n: Array) -> Array:
 
 
 class Exponential(NamedTuple):
-    """exp(z) = 2^n (1 + t), elementwise: n is int64, t has the arithmetic's dtype."""
+    """exp(z) = 2^n (1 + t), elementwise: n is int64, t has the precision's dtype."""
 
     n: Array
     t: Array
 
-    def fixed_point(self, arithmetic: Arithmetic) -> Array:
+    def fixed_point(self, precision: Precision) -> Array:
         """Return (1 + t) 2^point, truncated, as int64."""
-        return (self.t * self.t.dtype.type(2.0**arithmetic.point)).astype(i64) + (i64(1) << arithmetic.point)
+        return (self.t * self.t.dtype.type(2.0**precision.point)).astype(i64) + (i64(1) << precision.point)
 
 
-def exponential(x: Array, transform: Transform, arithmetic: Arithmetic) -> Exponential:
+def exponential(x: Array, transform: Transform, precision: Precision) -> Exponential:
     """Return the exponential of z for the logits x; the result for logits that are not finite has no meaning."""
-    if arithmetic is not SINGLE:
+    if precision is not SINGLE:
         n, f = reduced(*transformed(x.astype(f64), transform))
-        return Exponential(n, curved(f, arithmetic) + f)
+        return Exponential(n, curved(f, precision) + f)
     x = x.astype(f32)
     scale = f32(transform.scale)
     if transform.softcap is not None or float(scale) != transform.scale:
@@ -219,11 +219,11 @@ def polynomial(f: Array) -> Array:
     return curved(f) + f
 
 
-def curved(f: Array, arithmetic: Arithmetic = DOUBLE) -> Array:
+def curved(f: Array, precision: Precision = DOUBLE) -> Array:
     """Return exp(f) - 1 - f of float64; coefficients are combined in pairs, and pairs in pairs (Estrin)."""
     f2 = f * f
     f4 = f2 * f2
-    if arithmetic is SHORT:
+    if precision is SHORT:
         q0, q1 = ((SHORT_Q[k] + SHORT_Q[k + 1] * f) + (SHORT_Q[k + 2] + SHORT_Q[k + 3] * f) * f2 for k in (0, 4))
         return f2 * (q0 + q1 * f4)
     q0, q1, q2 = ((Q[k] + Q[k + 1] * f) + (Q[k + 2] + Q[k + 3] * f) * f2 for k in (0, 4, 8))
@@ -265,10 +265,10 @@ def log1p(a: Array) -> Array:
     return np.where(a < 0.4, twice_atanh(a / (2.0 + a)), log(s) + error / s)
 
 
-def twice_atanh(z: Array, arithmetic: Arithmetic = DOUBLE) -> Array:
+def twice_atanh(z: Array, precision: Precision = DOUBLE) -> Array:
     """Return 2 artanh z = log((1 + z) / (1 - z)), for |z| up to 1 / 3."""
     w = z * z
-    return z * (w * horner(SHORT_ATANH if arithmetic is SHORT else ATANH, w)) + (z + z)
+    return z * (w * horner(SHORT_ATANH if precision is SHORT else ATANH, w)) + (z + z)
 
 
 def horner(coefficients: tuple[float, ...], w: Array) -> Array:

@@ -6,7 +6,7 @@ namespace pce {
 
 // dx_c = factor exp(z_c) - weight_factor u_c, or that of statistics, times the slope of the softcap; classes held get
 // `held_gradient` in place of the difference. Rows that are not valid get 0. `out` may be the logits.
-template <typename T, typename Arithmetic>
+template <typename T, typename Precision>
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     write_general_gradient(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
                            void* out, int64_t out_pitch, const RowGradient* gradients, double scale, int fields,
@@ -31,11 +31,11 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
       const double x = number_of(row[at]), u = weights[at];
       const bool is_held = probabilities == nullptr ? at == held : x == gradient.held && u == gradient.held_weight;
       if (is_held) {
-        typename Arithmetic::Number value;
+        typename Precision::Number value;
         assign(value, gradient.held_gradient * (softcap != 0.0 ? softcap_slope(x, call.transform) : 1.0));
         dx = number_of(value);
       } else {
-        dx = number_of(gradient_of<Arithmetic>(x, u, factor, call, at == target ? gradient.target_gradient : 0.0));
+        dx = number_of(gradient_of<Precision>(x, u, factor, call, at == target ? gradient.target_gradient : 0.0));
       }
     }
     set_element(out, out_dtype, to + at, dx);

@@ -5,7 +5,7 @@
 namespace pce {
 
 // Add a class to a state. `x` and `u` are canonical.
-template <class Arithmetic>
+template <class Precision>
 __device__ __forceinline__ void add(State& state, double x, double u, int64_t at, bool is_target, const Call& call) {
   double leading;
   if (call.has(HOLD_LARGEST)) {
@@ -33,11 +33,11 @@ __device__ __forceinline__ void add(State& state, double x, double u, int64_t at
   if (call.has(WEIGHT)) add_number(state.weight, u);
   if (call.has(WEIGHTED_LOGIT)) add_weighted_logit(state.weighted_logit, x, u, call.transform);
   if (!finite(leading) || !counts(x, leading, call)) return;
-  add_class<Arithmetic>(state, x, 1.0, {call.fields & (HOLD_LARGEST | ENTROPY), call.transform});
+  add_class<Precision>(state, x, 1.0, {call.fields & (HOLD_LARGEST | ENTROPY), call.transform});
 }
 
 // `states` is (rows, splits, words). `target_column` may be null.
-template <typename T, typename Arithmetic>
+template <typename T, typename Precision>
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     fill_general_states(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
                         const int64_t* target_column, const double* weight, double scale, int fields,
@@ -55,13 +55,13 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
 
 #pragma unroll 1
   for (int at = tile.thread_rank; at < tile.count; at += group_size)
-    add<Arithmetic>(*own, canonical(number_of(row[at])), canonical(weights[at]), class_start + tile.first_class + at,
+    add<Precision>(*own, canonical(number_of(row[at])), canonical(weights[at]), class_start + tile.first_class + at,
                     at == target, call);
 
-  merge_group<Arithmetic>(group_size, call);
+  merge_group<Precision>(group_size, call);
   if (!has_row || tile.thread_rank != 0) return;
   if (target >= 0 && call.has(TARGET)) own->target = canonical(number_of(row[target]));
-  own->template store<Arithmetic>(states + (tile.row * gridDim.y + blockIdx.y) * words_of(fields), call);
+  own->template store<Precision>(states + (tile.row * gridDim.y + blockIdx.y) * words_of(fields), call);
 }
 
 }  // namespace pce

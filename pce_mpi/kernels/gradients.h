@@ -66,15 +66,15 @@ PCE_FUNCTION void assign(float &to, double v) { to = narrow(v); }
 PCE_FUNCTION void assign(double &to, double v) { to = v; }
 
 // The gradient of a logit x with the weight u that is not held; for the target of statistics `more` is added.
-template <class Arithmetic>
-PCE_FUNCTION typename Arithmetic::Number gradient_of(double x, double u, const RowFactor &row, const Call &call,
+template <class Precision>
+PCE_FUNCTION typename Precision::Number gradient_of(double x, double u, const RowFactor &row, const Call &call,
                                                      double more = 0.0) {
-    typename Arithmetic::Number value;
+    typename Precision::Number value;
     const bool counts = x != -infinity() && (!row.huge || x == row.top);
     if (!counts || !finite(row.factor))
         assign(value, row.factor * (counts ? 1.0 : 0.0));
     else
-        value = gradient_of(row, exponential<Arithmetic>(x, call.transform));
+        value = gradient_of(row, exponential<Precision>(x, call.transform));
     double result = number_of(value);
     if (call.has(ENTROPY)) {
         Pair z = transformed(x, call.transform);

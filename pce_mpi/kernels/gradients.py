@@ -8,7 +8,7 @@ import numpy as np
 
 from pce_mpi.kernels.elementary import (
     SINGLE,
-    Arithmetic,
+    Precision,
     exponential,
     f32,
     f64,
@@ -30,16 +30,16 @@ def gradient_of(
     rows: Array,
     fields: StateFields,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
     u: Array | float = 1.0,
     is_target: Array | bool = False,
 ) -> Array:
-    """Return the gradient of a block of logits that are not held, (rows, classes), in the arithmetic's dtype.
+    """Return the gradient of a tile of logits that are not held, (rows, classes), in the precision's dtype.
 
     It is factor exp(z) 2^-exponent - weight_factor u, times the slope of the softcap; `rows` has the columns of
     `ROW_GRADIENT`. The gradient of statistics has one more factor, and one more term at the target.
     """
-    value = _probabilities(x, rows, transform, arithmetic)
+    value = _probabilities(x, rows, transform, precision)
     if fields.weighted_logit or fields.entropy or transform.softcap is not None:
         value = value.astype(f64)
         if fields.entropy:
@@ -54,19 +54,19 @@ def gradient_of(
             value -= rows[:, ROW_GRADIENT["weight_factor"], None] * u
         if transform.softcap is not None:
             value *= softcap_slope(x.astype(f64), transform)
-        value = value.astype(arithmetic.dtype)
+        value = value.astype(precision.dtype)
     return np.where(np.isnan(value), value.dtype.type(np.nan), value)
 
 
-def _probabilities(x: Array, rows: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
+def _probabilities(x: Array, rows: Array, transform: Transform, precision: Precision) -> Array:
     """Return factor exp(z) 2^-exponent, rounded once from a sum of two terms."""
     # Never -0.0, whose products depend on the way.
     factor, top = rows[:, ROW_GRADIENT["factor"]] + 0.0, rows[:, ROW_GRADIENT["top"]]
-    e = exponential(x, transform, arithmetic)
+    e = exponential(x, transform, precision)
     m, k = np.frexp(factor)
     m, k = np.where(np.isfinite(factor), m + m, factor), k.astype(i64) - 1
     n = e.n + (k - rows[:, ROW_GRADIENT["exponent"]].view(i64))[:, None]
-    if arithmetic is SINGLE:
+    if precision is SINGLE:
         high = m.astype(f32)
         low = (m - high.astype(f64)).astype(f32)
         value = high[:, None] + fma32(*np.broadcast_arrays(high[:, None], e.t, low[:, None]))

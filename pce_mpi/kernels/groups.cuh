@@ -58,14 +58,14 @@ __device__ __forceinline__ State* thread_state() { return shared_memory<BlockSta
 
 // Merge the states of a group of `group_size` threads, a power of two, into that of its first thread. Every thread of
 // the block must call.
-template <class Arithmetic>
+template <class Precision>
 __device__ __forceinline__ void merge_group(int group_size, const Call& call) {
   State* own = thread_state();
   const int thread_rank = static_cast<int>(threadIdx.x) % group_size;
   __syncthreads();
 #pragma unroll 1
   for (int step = group_size / 2; step > 0; step /= 2) {
-    if (thread_rank < step) merge<Arithmetic>(*own, own[step], call);
+    if (thread_rank < step) merge<Precision>(*own, own[step], call);
     __syncthreads();
   }
 }

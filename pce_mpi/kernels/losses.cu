@@ -5,7 +5,7 @@
 namespace pce {
 
 // `valid` is null if all rows count. `losses` has all losses, and then the weights of the rows.
-template <class Arithmetic>
+template <class Precision>
 __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_losses(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                     const uint64_t* class_weights, double m1, double m2, double m3, const bool* valid, double smoothing,
@@ -13,14 +13,14 @@ __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_TH
   const int64_t row = row_of_thread();
   if (row >= rows) return;
   const Call call = {fields, {scale, softcap, m1, m2, m3}};
-  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, call, class_weights);
+  const RowSoftmax softmax = softmax_of_row<Precision>(states, row, call, class_weights);
   const RowLoss loss = RowLoss::of(softmax, fields, valid == nullptr || valid[row], {smoothing, share, z_loss});
   losses[row] = loss.loss;
   losses[rows + row] = loss.weight;
 }
 
 // `columns` may be null, and so may `divisor`, which is then 1.
-template <class Arithmetic>
+template <class Precision>
 __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_gradients(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                        const uint64_t* class_weights, double m1, double m2, double m3, const bool* valid,
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_TH
   const int64_t row = row_of_thread();
   if (row >= rows) return;
   const Call call = {fields, {scale, softcap, m1, m2, m3}};
-  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, call, class_weights);
+  const RowSoftmax softmax = softmax_of_row<Precision>(states, row, call, class_weights);
   const bool counts = valid == nullptr || valid[row];
   const double given = Upstream{upstream, upstream_dtype, for_each_row, upstream_number}[row];
   const double slope = scale * (counts ? given / (divisor == nullptr ? 1.0 : *divisor) : 0.0);

@@ -6,7 +6,7 @@ namespace pce {
 // A thread has a second state besides its own: that of the split that it merges next.
 static_assert(2 * MERGE_BLOCK_THREADS <= BLOCK_THREADS, "shared memory has two states for each thread");
 
-template <class Arithmetic>
+template <class Precision>
 __global__ void __launch_bounds__(MERGE_BLOCK_THREADS, ROW_RESIDENT_THREADS / MERGE_BLOCK_THREADS)
     merge_states(const uint64_t* split_states, int64_t rows, int splits, double scale, double softcap, int fields,
                  uint64_t* states) {
@@ -18,11 +18,11 @@ __global__ void __launch_bounds__(MERGE_BLOCK_THREADS, ROW_RESIDENT_THREADS / ME
 #pragma unroll 1
   for (int split = lane; row < rows && split < splits; split += WARP_SIZE) {
     State& other = own[MERGE_BLOCK_THREADS];
-    other = State::load<Arithmetic>(split_states + (row * splits + split) * words, call);
-    merge<Arithmetic>(*own, other, call);
+    other = State::load<Precision>(split_states + (row * splits + split) * words, call);
+    merge<Precision>(*own, other, call);
   }
-  merge_group<Arithmetic>(WARP_SIZE, call);
-  if (row < rows && lane == 0) own->template store<Arithmetic>(states + row * words, call);
+  merge_group<Precision>(WARP_SIZE, call);
+  if (row < rows && lane == 0) own->template store<Precision>(states + row * words, call);
 }
 
 }  // namespace pce

@@ -17,17 +17,17 @@ namespace {
 // A call; that of a plain loss, if it is one, is known to the compiler.
 template <bool plain> inline Call known(const Call &call) { return plain ? Call{0, {1.0, 0.0}} : call; }
 
-template <class Arithmetic, bool plain> void merge_rows(const uint64_t *a, uint64_t *b, long rows, const Call &given) {
+template <class Precision, bool plain> void merge_rows(const uint64_t *a, uint64_t *b, long rows, const Call &given) {
     const Call call = known<plain>(given);
     const long words = words_of(call.fields);
     for (long r = 0; r < rows; r++, a += words, b += words) {
-        State union_of = State::load<Arithmetic>(a, call), other = State::load<Arithmetic>(b, call);
-        merge<Arithmetic>(union_of, other, call);
-        union_of.store<Arithmetic>(b, call);
+        State union_of = State::load<Precision>(a, call), other = State::load<Precision>(b, call);
+        merge<Precision>(union_of, other, call);
+        union_of.store<Precision>(b, call);
     }
 }
-template <class Arithmetic> FLAT void merge_plain_rows(const uint64_t *a, uint64_t *b, long rows, const Call &call) {
-    merge_rows<Arithmetic, true>(a, b, rows, call);
+template <class Precision> FLAT void merge_plain_rows(const uint64_t *a, uint64_t *b, long rows, const Call &call) {
+    merge_rows<Precision, true>(a, b, rows, call);
 }
 
 // Merge the states `a` into the states `b`.
@@ -57,16 +57,16 @@ struct Merged {
     }
 
   private:
-    template <class Arithmetic, bool plain, class Each> void softmax_in(long first, long count, Each each) const {
+    template <class Precision, bool plain, class Each> void softmax_in(long first, long count, Each each) const {
         const Call of_call = known<plain>(call);
         const long words = words_of(of_call.fields);
         for (long r = 0; r < count; r++) {
-            State state = State::load<Arithmetic>(states + (first + r) * words, of_call);
-            each(r, RowSoftmax::of<Arithmetic, !plain>(state, of_call, class_weights), of_call.fields);
+            State state = State::load<Precision>(states + (first + r) * words, of_call);
+            each(r, RowSoftmax::of<Precision, !plain>(state, of_call, class_weights), of_call.fields);
         }
     }
-    template <class Arithmetic, class Each> FLAT void plain_softmax(long first, long count, Each each) const {
-        softmax_in<Arithmetic, true>(first, count, each);
+    template <class Precision, class Each> FLAT void plain_softmax(long first, long count, Each each) const {
+        softmax_in<Precision, true>(first, count, each);
     }
 };
 

@@ -11,35 +11,35 @@
 namespace pce {
 
 // The state of one class of a row, for a loss of class numbers.
-template <class Arithmetic> PCE_FUNCTION State state_of_class(double x, bool is_target, const Call &call) {
+template <class Precision> PCE_FUNCTION State state_of_class(double x, bool is_target, const Call &call) {
     State state = State::identity();
     if (is_target) {
         state.held = canonical(x);
     } else {
         state.top = x < infinity() ? canonical(x) : not_a_number();
-        add_class<Arithmetic>(state, x, 1.0, call);
+        add_class<Precision>(state, x, 1.0, call);
     }
     return state;
 }
 
 // The state of `count` consecutive classes, of which `column` is the target, if it is among them.
-template <class Arithmetic, class T>
+template <class Precision, class T>
 PCE_FUNCTION State state_of_classes(const T *logits, int64_t count, int64_t column, const Call &call) {
     State state = State::identity();
     for (int64_t c = 0; c < count; c++) {
-        State one = state_of_class<Arithmetic>(double(logits[c]), c == column, call);
-        merge<Arithmetic>(state, one, call);
+        State one = state_of_class<Precision>(double(logits[c]), c == column, call);
+        merge<Precision>(state, one, call);
     }
     return state;
 }
 
 // The gradient of a class, from that of its row.
-template <class Arithmetic>
-PCE_FUNCTION typename Arithmetic::Number gradient_of_class(double x, bool is_target, const RowGradient &row,
+template <class Precision>
+PCE_FUNCTION typename Precision::Number gradient_of_class(double x, bool is_target, const RowGradient &row,
                                                            const Call &call) {
-    typename Arithmetic::Number value = 0;
+    typename Precision::Number value = 0;
     if (!row.valid) return value;
-    if (!is_target) return gradient_of<Arithmetic>(x, 1.0, RowFactor::of(row, call.transform), call);
+    if (!is_target) return gradient_of<Precision>(x, 1.0, RowFactor::of(row, call.transform), call);
     double slope = call.transform.softcap != 0.0 ? softcap_slope(x, call.transform) : 1.0;
     assign(value, one_nan(row.held_gradient * slope));
     return value;

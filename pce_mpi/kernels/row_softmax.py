@@ -15,7 +15,7 @@ from pce_mpi.kernels.elementary import (
     HI,
     HUGE,
     LO,
-    Arithmetic,
+    Precision,
     f64,
     i64,
     log,
@@ -56,7 +56,7 @@ class _SoftmaxColumns:
         states: Array,
         fields: StateFields,
         transform: Transform,
-        arithmetic: Arithmetic,
+        precision: Precision,
         class_weights: Array | None = None,
     ):
         self.fields, self._states, self._class_weights = fields, states, class_weights
@@ -72,13 +72,13 @@ class _SoftmaxColumns:
                 z, low, self.held_slope = margined(self.held, transform)
             self._held_z = _Logit(self.held, z, low)
             self._top_z = _Logit(self.top, *transformed(self.top, transform))
-            grids = grid_of(self.top, transform, arithmetic)
-            self._sum = value_of(states["sum"], arithmetic.width)
+            grids = grid_of(self.top, transform, precision)
+            self._sum = value_of(states["sum"], precision.width)
             if fields.hold_largest:
                 grids = grids - states["depth"]
                 kept = states["depth"] <= NEGLIGIBLE
                 self._sum = Double(*(np.where(kept, part, 0.0) for part in self._sum))
-            self._unit = unit = arithmetic.width * (grids - 2)
+            self._unit = unit = precision.width * (grids - 2)
             s, none = self._sum.high, self.held == -np.inf
             n, e = self._held_z.n, self._held_z.e
             held, top = self.held, self.top
@@ -186,10 +186,10 @@ def times(weight: Array, value: Array) -> Array:
 
 
 def row_softmax(
-    states: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic, class_weights: Array | None
+    states: Array, fields: StateFields, transform: Transform, precision: Precision, class_weights: Array | None
 ) -> Array:
     """Return the softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
-    softmax = _SoftmaxColumns(states, fields, transform, arithmetic, class_weights)
+    softmax = _SoftmaxColumns(states, fields, transform, precision, class_weights)
     columns = np.zeros((len(states), len(ROW_SOFTMAX)))
     absent = {
         *(() if fields.weighted_logit else ("weight", "weighted_nll")),

@@ -80,8 +80,8 @@ template <bool single, class Function> INLINED auto in_way(const Transform &tran
 }
 
 // The least logit whose exponential the fast loops compute, and whether they may be used for logits up to `top`.
-template <class Arithmetic> static inline bool near(double top, const Transform &transform, double &lowest) {
-    constexpr double REACH = Arithmetic::POINT == 30 ? 2048.0 : 0x1p20;
+template <class Precision> static inline bool near(double top, const Transform &transform, double &lowest) {
+    constexpr double REACH = Precision::POINT == 30 ? 2048.0 : 0x1p20;
     if (transform.softcap != 0.0) {
         lowest = -infinity();
         return transform.softcap <= 2000.0 && transform.scale <= 0x1p64 && transform.scale >= 0x1p-64;
@@ -92,19 +92,19 @@ template <class Arithmetic> static inline bool near(double top, const Transform 
     return z <= REACH - 1.0 && z >= -REACH + 200.0;
 }
 
-template <class Arithmetic> constexpr bool is_single() { return Arithmetic::POINT == 30; }
+template <class Precision> constexpr bool is_single() { return Precision::POINT == 30; }
 
 // Add the exponentials, and exp(z) z if asked to, of classes of which the largest is `top`.
-template <class Arithmetic, class T>
+template <class Precision, class T>
 static void add_near(State &state, const T *x, long count, double top, double lowest, const Call &call) {
-    typedef typename Arithmetic::Number Number;
+    typedef typename Precision::Number Number;
     typedef decltype(fixed_point(Number{})) Integer;
     constexpr int64_t ANY = INT64_MIN;  // no part of exp(z) z is subnormal
     const Transform &transform = call.transform;
-    in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
+    in_way<is_single<Precision>()>(transform, [&](auto chosen) {
         constexpr Way way = decltype(chosen)::way;
         auto add = [&](const T *logits, long some, auto each) {
-            if constexpr (!is_single<Arithmetic>()) {
+            if constexpr (!is_single<Precision>()) {
                 add_exponentials<way>(state.sum, logits, some, lowest, transform, each);
             } else if constexpr (is_direct(way)) {
                 add_exponentials<way>(state.sum, logits, nullptr, some, transform, each);
@@ -116,12 +116,12 @@ static void add_near(State &state, const T *x, long count, double top, double lo
         };
         bool entropy = call.has(ENTROPY);
         if (entropy) {  // the largest logit has the grid of the sum, most often
-            auto e = exponential<Arithmetic>(top, transform);
+            auto e = exponential<Precision>(top, transform);
             Sum alone = {NO_ENTROPY, {0, 0, 0}};
-            add_entropy<Arithmetic>(alone, fixed_point(e.t), e.n - Arithmetic::POINT, top, transform);
+            add_entropy<Precision>(alone, fixed_point(e.t), e.n - Precision::POINT, top, transform);
             state.entropy.raise(alone.grid);
         }
-        const bool whole = !entropy && (!is_single<Arithmetic>() || is_direct(way));
+        const bool whole = !entropy && (!is_single<Precision>() || is_direct(way));
         Integer n[BLOCK], fixed[BLOCK];
         for (long some; count > 0; x += some, count -= some) {
             some = whole || count < BLOCK ? count : long(BLOCK);
@@ -144,8 +144,8 @@ static void add_near(State &state, const T *x, long count, double top, double lo
             for (long i = 0; i < some; i++) {
                 double value = number_at(x, i);
                 if (!finite(value) || is_huge(value, transform)) continue;
-                auto e = exponential<Arithmetic>(value, transform);
-                add_entropy<Arithmetic>(state.entropy, fixed_point(e.t), e.n - Arithmetic::POINT, value, transform);
+                auto e = exponential<Precision>(value, transform);
+                add_entropy<Precision>(state.entropy, fixed_point(e.t), e.n - Precision::POINT, value, transform);
             }
         }
     });
@@ -212,7 +212,7 @@ struct Guess {
 };
 
 // Add the exponentials, and exp(z) z, of classes that are not held.
-template <class Arithmetic, class T>
+template <class Precision, class T>
 static void add_others(State &state, const T *x, long count, Guess &guess, const Call &call) {
     const Transform &transform = call.transform;
     const bool begins = state.sum.grid == NO_SUM;
@@ -228,16 +228,16 @@ static void add_others(State &state, const T *x, long count, Guess &guess, const
     if (!finite(leading)) return forget_exponentials(state);
     if (top == -infinity()) return;
     double lowest;
-    if (!is_huge(leading, transform) && near<Arithmetic>(top, transform, lowest)) {
-        if (top > before) state.sum.raise(grid_of<Arithmetic>(top, transform));
+    if (!is_huge(leading, transform) && near<Precision>(top, transform, lowest)) {
+        if (top > before) state.sum.raise(grid_of<Precision>(top, transform));
         if (begins) guess.begin(state.sum.grid);
         if (state.sum.grid == trial.grid) return state.sum.add(trial);
-        return add_near<Arithmetic>(state, x, count, top, lowest, call);
+        return add_near<Precision>(state, x, count, top, lowest, call);
     }
     Call exponentials = {call.fields & (HOLD_LARGEST | ENTROPY), transform};
     for (long i = 0; i < count; i++) {
         double value = number_at(x, i);
-        if (counts(value, leading, call)) add_class<Arithmetic>(state, value, 1.0, exponentials);
+        if (counts(value, leading, call)) add_class<Precision>(state, value, 1.0, exponentials);
     }
 }
 
@@ -294,7 +294,7 @@ template <class T> static inline void copy_without(long held, const T *x, long c
 }
 
 // Add a chunk of a row, whose first class has the number `first_class`, to a state; its target is at `column`.
-template <class Arithmetic, class T>
+template <class Precision, class T>
 static void add_chunk(State &total, const T *x, long count, long column, int64_t first_class, const Weights &weights,
                       const Call &call, bool first_chunk, Guess &guess) {
     bool largest = call.has(HOLD_LARGEST), here = column >= 0 && column < count;
@@ -313,10 +313,10 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
     if (held >= 0 && count <= SHORT) {
         T others[SHORT + LANES];
         copy_without(held, x, count, others);
-        add_others<Arithmetic>(state, others, count, guess, call);
+        add_others<Precision>(state, others, count, guess, call);
     } else {
-        if (end > 0) add_others<Arithmetic>(state, x, end, guess, call);
-        if (end + 1 < count) add_others<Arithmetic>(state, x + end + 1, count - end - 1, guess, call);
+        if (end > 0) add_others<Precision>(state, x, end, guess, call);
+        if (end + 1 < count) add_others<Precision>(state, x + end + 1, count - end - 1, guess, call);
     }
     if (call.has(WEIGHT) || call.has(WEIGHTED_LOGIT)) {
         add_weights(state, x, 0, end, weights, call);
@@ -325,34 +325,34 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
     if (largest && first_chunk)
         total = part;
     else if (largest)
-        merge<Arithmetic>(total, part, call);
+        merge<Precision>(total, part, call);
 }
 
 // Gradients of a row
 
-template <class Arithmetic, class T>
+template <class Precision, class T>
 static void write_chunk(const T *x, T *out, long count, const Weights &weights, const RowFactor &row, double most,
                         const Call &call, bool past_cache) {
-    typedef typename Arithmetic::Number Number;
+    typedef typename Precision::Number Number;
     // Beyond this distance a logit that is not near underflows.
-    constexpr int64_t REACH = Arithmetic::POINT == 30 ? 2700 : 1500000;
+    constexpr int64_t REACH = Precision::POINT == 30 ? 2700 : 1500000;
     const Transform &transform = call.transform;
     double lowest;
-    bool in_loops = !row.huge && finite(row.factor) && near<Arithmetic>(most, transform, lowest) &&
+    bool in_loops = !row.huge && finite(row.factor) && near<Precision>(most, transform, lowest) &&
                     row.exponent < REACH && row.exponent > -REACH;
     // The scalar functions compute gradients that are larger than any of a loss.
     double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
-    in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Arithmetic::POINT == 30 ? 100.0 : 1000.0);
+    in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Precision::POINT == 30 ? 100.0 : 1000.0);
     if (in_loops) {
         const bool weighted = call.has(WEIGHTED_LOGIT);
         const bool finished = weighted || call.has(ENTROPY) || transform.softcap != 0.0;
-        in_way<is_single<Arithmetic>()>(transform, [&](auto chosen) {
+        in_way<is_single<Precision>()>(transform, [&](auto chosen) {
             constexpr Way way = decltype(chosen)::way;
             double slopes[BLOCK], buffer[BLOCK + LANES];
             Number values[BLOCK];
             auto write = [&](const T *logits, auto *to, long some) {
-                if constexpr (!is_single<Arithmetic>()) {
-                    constexpr bool is_short = std::is_same<Arithmetic, Short>::value;
+                if constexpr (!is_single<Precision>()) {
+                    constexpr bool is_short = std::is_same<Precision, Short>::value;
                     write_near<way, is_short>(logits, to, some, row, lowest, transform, slopes);
                 } else if constexpr (is_direct(way)) {
                     write_near<way>(logits, nullptr, to, some, row, Number(lowest), transform, past_cache && !finished);
@@ -362,7 +362,7 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
                     write_near<REDUCED>(reduced.rest, reduced.n, to, some, row, Number(lowest), transform, false);
                 }
             };
-            if (!finished && (!is_single<Arithmetic>() || is_direct(way))) return write(x, out, count);
+            if (!finished && (!is_single<Precision>() || is_direct(way))) return write(x, out, count);
             for (long at = 0, some; at < count; at += some) {
                 some = count - at < BLOCK ? count - at : long(BLOCK);
                 if (!finished) {
@@ -379,7 +379,7 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
     }
     for (long i = 0; i < count; i++) {
         double u = call.has(WEIGHTED_LOGIT) ? weights.at(i) : 1.0;
-        T value = of_number<T>(gradient_of<Arithmetic>(number_at(x, i), u, row, call));
+        T value = of_number<T>(gradient_of<Precision>(number_at(x, i), u, row, call));
         memcpy((char *)out + i * long(sizeof value), &value, sizeof value);
     }
 }

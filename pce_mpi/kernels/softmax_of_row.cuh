@@ -9,13 +9,13 @@ __device__ __forceinline__ int64_t row_of_thread() {
 }
 
 // `class_weights`, the words of one sum, may be null.
-template <class Arithmetic>
+template <class Precision>
 __device__ __forceinline__ RowSoftmax softmax_of_row(const uint64_t* states, int64_t row, const Call& call,
                                                      const uint64_t* class_weights) {
   Sum weights = {NO_GRID, {0, 0, 0}};
   if (class_weights != nullptr) weights = *reinterpret_cast<const Sum*>(class_weights);
-  const State state = State::load<Arithmetic>(states + row * words_of(call.fields), call);
-  return RowSoftmax::of<Arithmetic>(state, call, weights);
+  const State state = State::load<Precision>(states + row * words_of(call.fields), call);
+  return RowSoftmax::of<Precision>(state, call, weights);
 }
 
 // An upstream gradient: one number, which may be given as such, or one of each row.

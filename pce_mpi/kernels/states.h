@@ -133,8 +133,8 @@ PCE_FUNCTION int words_of(int fields) {
     return words;
 }
 
-template <class Arithmetic> PCE_FUNCTION int64_t grid_of(double x, const Transform &transform) {
-    return floor_div(argument<Arithmetic>(finite(x) ? x : 0.0, transform).n, Arithmetic::WIDTH);
+template <class Precision> PCE_FUNCTION int64_t grid_of(double x, const Transform &transform) {
+    return floor_div(argument<Precision>(finite(x) ? x : 0.0, transform).n, Precision::WIDTH);
 }
 
 PCE_FUNCTION bool is_huge(double x, const Transform &transform) {
@@ -154,7 +154,7 @@ struct State {
         return {none, none, {NO_SUM, {0, 0, 0}}, NO_CLASS, none, 0.0, empty, empty, {NO_ENTROPY, {0, 0, 0}}};
     }
 
-    template <class Arithmetic> static PCE_FUNCTION State load(const uint64_t *words, const Call &call) {
+    template <class Precision> static PCE_FUNCTION State load(const uint64_t *words, const Call &call) {
         State state = identity();
         state.held = from_bits(*words++);
         if (!call.has(HOLD_LARGEST)) state.top = from_bits(*words++);
@@ -178,20 +178,20 @@ struct State {
             for (int j = 0; j < 3; j++) state.entropy.limbs[j] = *words++;
         }
         if (call.has(HOLD_LARGEST)) {
-            if (depth < FORGOTTEN) state.sum.grid = grid_of<Arithmetic>(state.held, call.transform) - depth;
+            if (depth < FORGOTTEN) state.sum.grid = grid_of<Precision>(state.held, call.transform) - depth;
         } else if (state.top > -infinity()) {
-            state.sum.grid = grid_of<Arithmetic>(state.top, call.transform);
+            state.sum.grid = grid_of<Precision>(state.top, call.transform);
         }
         return state;
     }
 
-    template <class Arithmetic> PCE_FUNCTION void store(uint64_t *words, const Call &call) const {
+    template <class Precision> PCE_FUNCTION void store(uint64_t *words, const Call &call) const {
         Sum cut = sum;
         int64_t depth = 0;
         if (call.has(HOLD_LARGEST)) {
             depth = FORGOTTEN;
             if (cut.grid != NO_SUM) {
-                depth = grid_of<Arithmetic>(held, call.transform) - cut.grid;
+                depth = grid_of<Precision>(held, call.transform) - cut.grid;
                 if (depth >= FORGOTTEN) {
                     depth = FORGOTTEN;
                     cut.raise(cut.grid + 3);
@@ -260,9 +260,9 @@ PCE_FUNCTION void add_weighted_logit(Sum &sum, double x, double u, const Transfo
 }
 
 // Add exp(z) z of one class.
-template <class Arithmetic>
+template <class Precision>
 PCE_FUNCTION void add_entropy(Sum &sum, uint64_t fixed, int64_t exponent, double x, const Transform &transform) {
-    constexpr int DIGITS = Arithmetic::POINT > 30 ? Arithmetic::POINT - 30 : 0;
+    constexpr int DIGITS = Precision::POINT > 30 ? Precision::POINT - 30 : 0;
     Pair z = transformed(x, transform);
     int64_t unit = unit_of(z.high);
     z = scaled(z, -unit);
@@ -273,16 +273,16 @@ PCE_FUNCTION void add_entropy(Sum &sum, uint64_t fixed, int64_t exponent, double
 }
 
 // Add one class that is not held to a state whose grid it may raise.
-template <class Arithmetic> PCE_FUNCTION void add_class(State &state, double x, double u, const Call &call) {
+template <class Precision> PCE_FUNCTION void add_class(State &state, double x, double u, const Call &call) {
     if (call.has(WEIGHT)) add_number(state.weight, u);
     if (call.has(WEIGHTED_LOGIT)) add_weighted_logit(state.weighted_logit, x, u, call.transform);
     if (!finite(x)) return;
-    auto e = exponential<Arithmetic>(x, call.transform);
-    state.sum.raise(floor_div(e.n, Arithmetic::WIDTH));
+    auto e = exponential<Precision>(x, call.transform);
+    state.sum.raise(floor_div(e.n, Precision::WIDTH));
     uint64_t fixed = fixed_point(e.t);
-    int64_t exponent = e.n - Arithmetic::POINT;
-    add_limbs(state.sum.limbs, fixed, exponent - Arithmetic::WIDTH * (state.sum.grid - 2), Arithmetic::WIDTH, false);
-    if (call.has(ENTROPY)) add_entropy<Arithmetic>(state.entropy, fixed, exponent, x, call.transform);
+    int64_t exponent = e.n - Precision::POINT;
+    add_limbs(state.sum.limbs, fixed, exponent - Precision::WIDTH * (state.sum.grid - 2), Precision::WIDTH, false);
+    if (call.has(ENTROPY)) add_entropy<Precision>(state.entropy, fixed, exponent, x, call.transform);
 }
 
 // True if a weight wins a tie of logits against another one; a nan loses.
@@ -313,7 +313,7 @@ PCE_FUNCTION bool counts(double x, double leading, const Call &call) {
 }
 
 // Make `a` the state of the union of two disjoint sets of classes of a row; `b` is used up.
-template <class Arithmetic> PCE_FUNCTION void merge(State &a, State &b, const Call &call) {
+template <class Precision> PCE_FUNCTION void merge(State &a, State &b, const Call &call) {
     double leading;
     if (call.has(HOLD_LARGEST)) {
         if (b_is_held(a, b, call)) {
@@ -321,7 +321,7 @@ template <class Arithmetic> PCE_FUNCTION void merge(State &a, State &b, const Ca
             a = b;
             b = swapped;
         }
-        add_class<Arithmetic>(b, b.held, call.has(HELD_WEIGHT) ? b.held_weight : 0.0, call);
+        add_class<Precision>(b, b.held, call.has(HELD_WEIGHT) ? b.held_weight : 0.0, call);
         leading = a.held;
         if (!finite(leading)) forget_exponentials(a);
         if (!finite(leading) || !counts(b.held, leading, call)) forget_exponentials(b);
@@ -380,7 +380,7 @@ struct RowSoftmax {
     double held_slope;
 
     // Logarithms take as long as all else together: without them `held_nll`, and what follows from it, is not there.
-    template <class Arithmetic, bool with_logs = true>
+    template <class Precision, bool with_logs = true>
     static PCE_FUNCTION RowSoftmax of(const State &state, const Call &call, const Sum &class_weights) {
         const Transform &transform = call.transform;
         RowSoftmax row = {};
@@ -397,15 +397,15 @@ struct RowSoftmax {
         row.held_slope = target.slope;
         Logit held_z = Logit::of(held, transform.has_margin() ? target.z : transformed(held, transform));
         Logit top_z = Logit::of(top, transformed(top, transform));
-        int64_t grid = grid_of<Arithmetic>(top, transform), unit;
+        int64_t grid = grid_of<Precision>(top, transform), unit;
         if (transform.has_margin()) held = held_z.z, top = top_z.z;  // whose order is not that of the logits
-        Pair sum = value_of(state.sum.limbs, Arithmetic::WIDTH);
+        Pair sum = value_of(state.sum.limbs, Precision::WIDTH);
         if (largest) {
             int64_t depth = state.sum.grid == NO_SUM ? FORGOTTEN : grid - state.sum.grid;
             if (depth > NEGLIGIBLE) sum = {0.0, 0.0};
             grid -= depth < FORGOTTEN ? depth : FORGOTTEN;
         }
-        unit = Arithmetic::WIDTH * (grid - 2);
+        unit = Precision::WIDTH * (grid - 2);
         double s = sum.high;
         // If one of two different logits is huge, only the larger counts.
         bool apart = (held_z.huge || top_z.huge) && held != top && s > 0.0 && !none;

@@ -13,7 +13,7 @@ import numpy as np
 from pce_mpi.kernels.elementary import (
     HUGE,
     SINGLE,
-    Arithmetic,
+    Precision,
     exponential,
     f32,
     f64,
@@ -41,7 +41,7 @@ def states_of(
     *,
     u: Array | None,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
     first_class: int,
 ) -> Array:
     """Return the states of a block of logits, (rows, classes), with the weights u.
@@ -67,7 +67,7 @@ def states_of(
     weight = np.broadcast_to(1.0 if u is None else u, x.shape)
     if fields.held_weight:
         states["held_weight"][here] = _canonical(weight[here, columns])
-    _fill_sums(states, x, others, weight, fields, transform, arithmetic)
+    _fill_sums(states, x, others, weight, fields, transform, precision)
     return states
 
 
@@ -91,12 +91,12 @@ def _canonical(values: Array) -> Array:
     return np.where(np.isnan(values), np.nan, values.astype(f64)) + 0.0
 
 
-def grid_of(x: Array, transform: Transform, arithmetic: Arithmetic) -> Array:
+def grid_of(x: Array, transform: Transform, precision: Precision) -> Array:
     """Return the grid of a sum of exponentials whose largest term is that of the logit x, (rows,)."""
     finite = np.where(np.isfinite(x), x, 0.0)
-    if arithmetic is SINGLE:
+    if precision is SINGLE:
         finite = finite.astype(f32)
-    return exponential(finite, transform, arithmetic).n // arithmetic.width
+    return exponential(finite, transform, precision).n // precision.width
 
 
 def is_huge(x: Array, transform: Transform) -> Array:
@@ -120,7 +120,7 @@ def _fill_sums(
     weight: Array,
     fields: StateFields,
     transform: Transform,
-    arithmetic: Arithmetic,
+    precision: Precision,
 ) -> None:
     """Fill the sums of `states` from the classes that are not held apart."""
     if not fields.hold_largest:
@@ -129,26 +129,26 @@ def _fill_sums(
     largest = states["held" if fields.hold_largest else "top"]
     counted = others & np.isfinite(x) & np.isfinite(largest)[:, None]
     counted &= _counts(x, largest[:, None], fields, transform)
-    e = exponential(x, transform, arithmetic)
+    e = exponential(x, transform, precision)
     if fields.hold_largest:
         none = np.iinfo(i64).min // 2
         n = np.where(counted, e.n, none).max(axis=1)
-        depth = grid_of(largest, transform, arithmetic) - n // arithmetic.width
+        depth = grid_of(largest, transform, precision) - n // precision.width
         states["depth"] = np.where(n == none, FORGOTTEN, np.minimum(depth, FORGOTTEN))
-        grids = np.where(n == none, 0, n // arithmetic.width)
+        grids = np.where(n == none, 0, n // precision.width)
     else:
-        grids = grid_of(states["top"], transform, arithmetic)
-    unit = arithmetic.width * (grids - 2)[:, None]
-    fixed = np.where(counted, e.fixed_point(arithmetic), 0)
-    exponent = e.n - arithmetic.point
-    states["sum"] = limbs_of(fixed, exponent, unit, arithmetic.width).sum(axis=1, dtype=u64)
+        grids = grid_of(states["top"], transform, precision)
+    unit = precision.width * (grids - 2)[:, None]
+    fixed = np.where(counted, e.fixed_point(precision), 0)
+    exponent = e.n - precision.point
+    states["sum"] = limbs_of(fixed, exponent, unit, precision.width).sum(axis=1, dtype=u64)
     if fields.hold_largest:
         states["sum"][states["depth"] == FORGOTTEN] = 0
     if fields.entropy:
         z, low = transformed(x.astype(f64), transform)
         z, low, unit = in_units(np.where(counted, z, 0.0), np.where(counted, low, 0.0))
         # A float64 holds all bits of SINGLE's fixed-point numbers, and half of those of DOUBLE's.
-        digits = max(0, arithmetic.point - 30)
+        digits = max(0, precision.point - 30)
         upper = fixed >> digits << digits
         parts = [*two_product(upper.astype(f64), z), *two_product((fixed - upper).astype(f64), z)]
         parts.append(fixed.astype(f64) * low)
@@ -178,24 +178,24 @@ def in_units(z: Array, low: Array) -> tuple[Array, Array, Array]:
     return (scaled(z, -unit), scaled(low, -unit), unit) if unit.any() else (z, low, unit)
 
 
-def merge(a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic) -> None:
+def merge(a: Array, b: Array, fields: StateFields, transform: Transform, precision: Precision) -> None:
     """Merge the states `a` of some classes into the states `b` of others, of the same rows."""
     with np.errstate(all="ignore"):
         union_of = _union_holding_largest if fields.hold_largest else _union_holding_targets
-        b[...] = union_of(a, b, fields, transform, arithmetic)
+        b[...] = union_of(a, b, fields, transform, precision)
 
 
 def _union_holding_targets(
-    a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic
+    a: Array, b: Array, fields: StateFields, transform: Transform, precision: Precision
 ) -> Array:
     union = fields.identity(*a.shape)
     union["held"] = np.maximum(a["held"], b["held"])
     union["top"] = top = np.maximum(a["top"], b["top"])
     if fields.held_weight:  # 0 on every shard but the one that has the target
         union["held_weight"] = a["held_weight"] + b["held_weight"]
-    grids, huge = grid_of(top, transform, arithmetic), is_huge(top, transform)
+    grids, huge = grid_of(top, transform, precision), is_huge(top, transform)
     for state in (a, b):
-        coarser = np.where(huge & (state["top"] != top), 3, grids - grid_of(state["top"], transform, arithmetic))
+        coarser = np.where(huge & (state["top"] != top), 3, grids - grid_of(state["top"], transform, precision))
         union["sum"] += shifted(state["sum"], np.where(state["top"] == -np.inf, 3, coarser))
     union["sum"][np.isnan(top)] = 0
     _unite_weighted(union, fields, a, b)
@@ -203,7 +203,7 @@ def _union_holding_targets(
 
 
 def _union_holding_largest(
-    a: Array, b: Array, fields: StateFields, transform: Transform, arithmetic: Arithmetic
+    a: Array, b: Array, fields: StateFields, transform: Transform, precision: Precision
 ) -> Array:
     """Hold the larger of the two classes held apart; the other one joins the sums."""
     union = fields.identity(*a.shape)
@@ -218,17 +218,17 @@ def _union_holding_largest(
     alone["held"] = smaller["held"]
     weight = smaller["held_weight"] if fields.held_weight else np.zeros(a.shape)
     others = np.ones((len(a), 1), np.bool_)
-    _fill_sums(alone, smaller["held"][:, None], others, weight[:, None], fields, transform, arithmetic)
+    _fill_sums(alone, smaller["held"][:, None], others, weight[:, None], fields, transform, precision)
     bad = ~np.isfinite(union["held"])
     sums, entropies = [], []
     for state in (a, b, alone):
         gone = bad | ~_counts(state["held"], union["held"], fields, transform)
-        grids = grid_of(state["held"], transform, arithmetic) - state["depth"]
+        grids = grid_of(state["held"], transform, precision) - state["depth"]
         sums.append(Sums(np.where(gone | (state["depth"] == FORGOTTEN), _NO_SUM, grids), state["sum"]))
         if fields.entropy:
             entropies.append(Sums(np.where(gone, NO_ENTROPY, state["entropy_grid"]), state["exp_logit"]))
     grids, limbs = united(_NO_SUM, *sums)
-    depth = np.minimum(grid_of(union["held"], transform, arithmetic) - grids, FORGOTTEN)
+    depth = np.minimum(grid_of(union["held"], transform, precision) - grids, FORGOTTEN)
     union["depth"] = depth = np.where(grids == _NO_SUM, FORGOTTEN, depth)
     union["sum"] = np.where((depth == FORGOTTEN)[:, None], u64(0), limbs)
     if fields.entropy:

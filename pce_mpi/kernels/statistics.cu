@@ -5,14 +5,14 @@
 namespace pce {
 
 // `valid` is null if all rows count. `statistics` has one row for each member of `RowStatistics`.
-template <class Arithmetic>
+template <class Precision>
 __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_statistics(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                         const uint64_t* class_weights, const bool* valid, void* statistics, int dtype,
                         int64_t* argmax) {
   const int64_t row = row_of_thread();
   if (row >= rows) return;
-  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, {fields, {scale, softcap}}, class_weights);
+  const RowSoftmax softmax = softmax_of_row<Precision>(states, row, {fields, {scale, softcap}}, class_weights);
   const RowStatistics found = RowStatistics::of(softmax, valid == nullptr || valid[row]);
   set_element(statistics, dtype, row, found.max);
   set_element(statistics, dtype, rows + row, found.sum_exp);
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_TH
 }
 
 // `columns` is null without targets; each upstream gradient is that of `Upstream`.
-template <class Arithmetic>
+template <class Precision>
 __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_statistics_gradients(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                               const uint64_t* class_weights, const bool* valid, const int64_t* columns,
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_TH
                               double logsumexp_number, RowGradient* gradients) {
   const int64_t row = row_of_thread();
   if (row >= rows) return;
-  const RowSoftmax softmax = softmax_of_row<Arithmetic>(states, row, {fields, {scale, softcap}}, class_weights);
+  const RowSoftmax softmax = softmax_of_row<Precision>(states, row, {fields, {scale, softcap}}, class_weights);
   const Upstream of_log_prob{log_prob, log_prob_dtype, log_prob_for_each_row, log_prob_number};
   const Upstream of_entropy{entropy, entropy_dtype, entropy_for_each_row, entropy_number};
   const Upstream of_logsumexp{logsumexp, logsumexp_dtype, logsumexp_for_each_row, logsumexp_number};

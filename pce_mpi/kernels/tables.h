@@ -1,6 +1,6 @@
 // States and gradients of all rows; included once for each instruction set after `walk.h`.
 
-template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
+template <class Precision, class T> static void fill_rows(const Fill &fill) {
     State states[TILE_ROWS];
     Guess guess;
     auto begin = [&](long, long rows) {
@@ -8,11 +8,11 @@ template <class Arithmetic, class T> static void fill_rows(const Fill &fill) {
     };
     auto add = [&](long row, long r, const T *x, long count, long first, char *, const Weights &weights) {
         long column = fill.columns ? long(fill.columns[row + r]) - first : -1;
-        add_chunk<Arithmetic>(states[r], x, count, column, fill.first_class + first, weights, fill.call, first == 0,
+        add_chunk<Precision>(states[r], x, count, column, fill.first_class + first, weights, fill.call, first == 0,
                               guess);
     };
     auto store = [&](long row, long r) {
-        states[r].template store<Arithmetic>(fill.states + (row + r) * words_of(fill.call.fields), fill.call);
+        states[r].template store<Precision>(fill.states + (row + r) * words_of(fill.call.fields), fill.call);
     };
     walk<T>(fill, {}, begin, add, store);
 }
@@ -45,7 +45,7 @@ static long places_held(const T *x, long count, long column, const Weights &weig
 }
 
 // Write the gradient of a chunk of a row; one in the caller's memory past the cache, if asked to.
-template <class Arithmetic, class T>
+template <class Precision, class T>
 static void write_row(const T *x, char *out, int kind, long count, long first, const Weights &weights,
                       const RowGradient &gradient, const RowFactor &row, const Call &call, bool past_cache) {
     long column = long(gradient.column) - first, target = long(gradient.target) - first;
@@ -59,13 +59,13 @@ static void write_row(const T *x, char *out, int kind, long count, long first, c
     long held_count = places_held(x, count, column, weights, gradient, held);
     double slope = 1.0;
     if (call.transform.softcap != 0.0 && held_count) slope = softcap_slope(number_at(x, held[0]), call.transform);
-    typename Arithmetic::Number value = gradient.held_gradient * slope;
+    typename Precision::Number value = gradient.held_gradient * slope;
     if (!(value == value)) value = not_a_number();
     bool is_target = call.has(ENTROPY) && target >= 0 && target < count && target != column;
-    typename Arithmetic::Number at_target = 0;
-    if (is_target) at_target = gradient_of<Arithmetic>(number_at(x, target), 1.0, row, call, gradient.target_gradient);
+    typename Precision::Number at_target = 0;
+    if (is_target) at_target = gradient_of<Precision>(number_at(x, target), 1.0, row, call, gradient.target_gradient);
     bool direct = kind == kind_of<T>();
-    write_chunk<Arithmetic>(x, direct ? (T *)out : result, count, weights, row, gradient.most, call,
+    write_chunk<Precision>(x, direct ? (T *)out : result, count, weights, row, gradient.most, call,
                             direct && past_cache);
     of_kind(kind, [&](auto one) {
         typedef decltype(one) To;
@@ -102,7 +102,7 @@ struct GradientBlock {
     const RowGradient &operator[](long row) const { return write.rows ? write.rows[row] : rows[row - first]; }
 };
 
-template <class Arithmetic, class T> static void write_rows(const Write &write) {
+template <class Precision, class T> static void write_rows(const Write &write) {
     const Array &out = write.out;
     const long row_bytes = out.shape[1] * SIZES[out.kind], bytes = out.shape[0] * out.shape[2] * row_bytes;
     const bool aligned = (long(out.data) | out.strides[0] | out.strides[2]) % SIZES[out.kind] == 0;
@@ -116,7 +116,7 @@ template <class Arithmetic, class T> static void write_rows(const Write &write) 
             new (&factors[r]) RowFactor(RowFactor::of(gradients[row + r], write.call.transform));
     };
     auto put = [&](long row, long r, const T *x, long count, long first, char *place, const Weights &weights) {
-        write_row<Arithmetic>(x, place, out.kind, count, first, weights, gradients[row + r], factors[r], write.call,
+        write_row<Precision>(x, place, out.kind, count, first, weights, gradients[row + r], factors[r], write.call,
                               past_cache);
     };
     walk<T>(write, out, begin, put, [](long, long) {});

@@ -326,7 +326,7 @@ def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
         difference = kernel.logsumexp_differences(softmax.held, softmax.held_nll, problem.transform)
         difference = xp.where(valid[:, None], difference, np.nan)  # nothing is computed for rows that do not count
         of_rows = rows[count:], rows[:count], difference
-        pair = Pair(teacher, student, *of_rows, problem.transform, problem.arithmetic is SINGLE)
+        pair = Pair(teacher, student, *of_rows, problem.transform, problem.precision is SINGLE)
         if options.direction == Direction.REVERSE:
             pair = pair.swapped()
         sums = kernel.divergence_sums(pair, jensen_shannon)

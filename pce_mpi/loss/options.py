@@ -15,7 +15,7 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.comm.torch_group import groups_wrapped
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Arithmetic
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
 from pce_mpi.kernels.parameters import NO_MARGIN, Transform
 from pce_mpi.validation import flag, integer, real
 
@@ -244,7 +244,7 @@ class Numbers:
 
     values: Mapping[str, Any]
     transform: Transform
-    arithmetic: Arithmetic
+    precision: Precision
 
 
 def checked_numbers(options: Options, ndim: int, dtype: np.dtype[Any]) -> Numbers:
@@ -310,8 +310,8 @@ def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
         "chunk": None if chunk is None else integer(chunk, "chunk"),
         "rounded_gradient": flag(options.rounded_gradient, "rounded_gradient"),
     }
-    arithmetic = DOUBLE if values["compute_dtype"] == np.float64 else SINGLE
-    return Numbers(values, Transform(logit_scale, softcap, margin or NO_MARGIN), arithmetic)
+    precision = DOUBLE if values["compute_dtype"] == np.float64 else SINGLE
+    return Numbers(values, Transform(logit_scale, softcap, margin or NO_MARGIN), precision)
 
 
 def check_scale_is_near(options: Options) -> None:

@@ -21,7 +21,7 @@ from pce_mpi.arrays import same_memory, shares_memory, to_host
 from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, kernel_of, sets_arithmetic
-from pce_mpi.kernels.elementary import Arithmetic
+from pce_mpi.kernels.elementary import Precision
 from pce_mpi.kernels.parameters import ClassWeights, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 from pce_mpi.loss.options import Reduction
@@ -123,11 +123,11 @@ class Merge:
 
     fields: StateFields
     transform: Transform
-    arithmetic: Arithmetic
+    precision: Precision
 
     def __call__(self, a: HostArray, b: HostArray) -> None:
         """Merge the states `a` of some classes into the states `b` of others, of the same rows."""
-        host_kernel().merge(a, b, self.fields, self.transform, self.arithmetic)
+        host_kernel().merge(a, b, self.fields, self.transform, self.precision)
 
 
 _merge_of = lru_cache(maxsize=64)(Merge)
@@ -140,7 +140,7 @@ def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
 
 def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], RowSoftmax]:
     """Start the merge of the states of all shards, and return the function that waits for it."""
-    options, kernel, arithmetic = problem.options, problem.kernel, problem.arithmetic
+    options, kernel, precision = problem.options, problem.kernel, problem.precision
     parts = []
     for logits in problem.logits, *problem.beside:
         states = kernel.fill_states(
@@ -149,7 +149,7 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
             fields,
             weights=problem.class_weights,
             transform=problem.transform,
-            arithmetic=arithmetic,
+            precision=precision,
             class_start=problem.class_start,
         )
         parts.append(states)
@@ -165,7 +165,7 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
     finish_merge = None
     if options.comm is not None:
         element = None if states.dtype.names else fields.dtype
-        merge = _merge_of(fields, problem.transform, arithmetic)
+        merge = _merge_of(fields, problem.transform, precision)
         with cause(options.operation, options.over, "the softmax states of the shards, merged"):
             finish_merge = start_all_reduce(states, options.comm, merge, overwrite=True, element=element)
 
@@ -174,7 +174,7 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
         sums = class_weights
         if needs_weights and options.weight is not None:
             sums = _class_weights_of(merged, fields)
-        return RowSoftmax(kernel.row_softmax(merged[:rows], fields, problem.transform, arithmetic, sums))
+        return RowSoftmax(kernel.row_softmax(merged[:rows], fields, problem.transform, precision, sums))
 
     return finish
 
@@ -304,7 +304,7 @@ def _write_rows(array: Array, problem: Problem, rows: Array, fields: StateFields
             fields,
             weights=weights,
             transform=problem.transform,
-            arithmetic=problem.arithmetic,
+            precision=problem.precision,
         )
 
     in_rows(array, axis, write)

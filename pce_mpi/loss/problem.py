@@ -27,7 +27,7 @@ from pce_mpi.comm.agreement import Signature
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.kernels import kernel_of
-from pce_mpi.kernels.elementary import Arithmetic
+from pce_mpi.kernels.elementary import Precision
 from pce_mpi.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
 
@@ -71,7 +71,7 @@ class Problem:
     all_valid: bool
     highest_target: int
     transform: Transform
-    arithmetic: Arithmetic
+    precision: Precision
     out: Array | None
     inputs: tuple[Array, ...]
     kernel: ModuleType
@@ -250,7 +250,7 @@ def check(
         all_valid=all_valid,
         highest_target=min(highest, LARGEST),
         transform=numbers.transform,
-        arithmetic=numbers.arithmetic,
+        precision=numbers.precision,
         out=out,
         inputs=inputs,
         kernel=kernel_of(logits),

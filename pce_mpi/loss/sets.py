@@ -18,7 +18,7 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.chosen import bits_of, nought_of
-from pce_mpi.kernels.elementary import Arithmetic
+from pce_mpi.kernels.elementary import Precision
 from pce_mpi.kernels.parameters import Transform
 from pce_mpi.kernels.softmax_state import StateFields
 from pce_mpi.loss.passes import Merge
@@ -69,7 +69,7 @@ class Shard(ABC):
             _FIELDS,
             weights=problem.class_weights,
             transform=problem.transform,
-            arithmetic=problem.arithmetic,
+            precision=problem.precision,
             class_start=0,
         )
 
@@ -79,7 +79,7 @@ class Shard(ABC):
         if options.comm is None:
             return sets
         with cause(options.operation, options.over, "sets of classes of the shards, merged"):
-            return all_reduce(sets, options.comm, _merge_of(self.problem.transform, self.problem.arithmetic))
+            return all_reduce(sets, options.comm, _merge_of(self.problem.transform, self.problem.precision))
 
     def search(
         self,
@@ -122,7 +122,7 @@ class HostShard(Shard):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         rows, classes = self.rows, self.classes
-        self.merge_states = Merge(_FIELDS, problem.transform, problem.arithmetic)
+        self.merge_states = Merge(_FIELDS, problem.transform, problem.precision)
         self.blocks = -(-classes // _WIDTH)
         self.width = -(-classes // max(1, self.blocks))
         self.x = np.full((rows, self.blocks * self.width), -np.inf, self.wide)
@@ -193,13 +193,13 @@ def shard_of(problem: Problem) -> Shard:
     return HostShard(problem) if cupy_of(problem.logits) is None else GpuShard(problem)
 
 
-def mass_of(sets: HostArray, arithmetic: Arithmetic) -> HostArray:
+def mass_of(sets: HostArray, precision: Precision) -> HostArray:
     """Return the masses of sets as Python's integers, in units of the grid of the row's largest logit.
 
     A set that is not empty has that logit, and the limb j of its state is the sum of the elements, each divided by
     2^(j width) and cut.
     """
-    limbs, width = sets["state"]["sum"], arithmetic.width
+    limbs, width = sets["state"]["sum"], precision.width
     digits = limbs.copy()
     digits[:, :2] -= limbs[:, 1:] << np.uint64(width)
     low, middle, high = digits.astype(object).T
@@ -207,9 +207,9 @@ def mass_of(sets: HostArray, arithmetic: Arithmetic) -> HostArray:
 
 
 @lru_cache(maxsize=64)
-def _merge_of(transform: Transform, arithmetic: Arithmetic) -> Callable[[HostArray, HostArray], None]:
+def _merge_of(transform: Transform, precision: Precision) -> Callable[[HostArray, HostArray], None]:
     """Make the function that merges sets of some classes into sets of others, of the same rows."""
-    merge_states = Merge(_FIELDS, transform, arithmetic)
+    merge_states = Merge(_FIELDS, transform, precision)
 
     def merge(a: HostArray, b: HostArray) -> None:
         states = np.ascontiguousarray(b["state"])

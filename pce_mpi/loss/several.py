@@ -97,7 +97,7 @@ class SeveralTargets:
         whole[:, ROW_GRADIENT["valid"]] |= own != 0.0
         each[:, ROW_GRADIENT["target_gradient"]] = problem.transform.scale * own
         found = xp.empty(logits.shape, array.dtype)
-        call = {"weights": ClassWeights(), "transform": problem.transform, "arithmetic": problem.arithmetic}
+        call = {"weights": ClassWeights(), "transform": problem.transform, "precision": problem.precision}
         kernel.write_gradient(found, logits, each, fields, **call)
         kernel.put(array, axis, self.columns, found.reshape(self.columns.shape))
 

@@ -19,7 +19,7 @@ import numpy as np
 from pce_mpi.comm.collectives import all_gather
 from pce_mpi.comm.tracing import cause
 from pce_mpi.hollow import Hollow
-from pce_mpi.kernels.elementary import Arithmetic, log, log1p
+from pce_mpi.kernels.elementary import Precision, log, log1p
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Options, check_scale_is_near
 from pce_mpi.loss.problem import Problem, check
@@ -80,7 +80,7 @@ def nucleus_of(options: Options, logits: Any, limits: Limits) -> Nucleus:
     problem = agree_on(options, partial(_check, options, logits, limits))
     with np.errstate(all="ignore"):
         shard = shard_of(problem)
-        kept = _kept(shard, limits.checked(), problem.arithmetic)
+        kept = _kept(shard, limits.checked(), problem.precision)
         bad, inside = kept.mass == 0, np.maximum(kept.mass, 1)
         mass = np.where(bad, np.nan, (inside / np.maximum(kept.total, 1)).astype(np.float64))
         log_mass = np.where(bad, np.nan, 0.0 - log1p(((kept.total - inside) / inside).astype(np.float64)))
@@ -111,29 +111,29 @@ class _Kept(NamedTuple):
     total: HostArray
 
 
-def _kept(shard: Shard, limits: Limits, arithmetic: Arithmetic) -> _Kept:
+def _kept(shard: Shard, limits: Limits, precision: Precision) -> _Kept:
     """Find the set of each row; collective over `options.comm`."""
     everything, nothing = shard.of(shard.least), shard.nothing
-    top, total = everything["state"]["top"], mass_of(everything, arithmetic)
+    top, total = everything["state"]["top"], mass_of(everything, precision)
     value, found = shard.least, everything
     if limits.top_k is not None:
         value, found, _ = shard.search(shard.of, lambda a: a["count"] >= limits.top_k, everything, nothing)
-    mass, tied = mass_of(found, arithmetic), np.full(len(value), _ALL)
+    mass, tied = mass_of(found, precision), np.full(len(value), _ALL)
     if limits.top_p is not None:
         numerator, denominator = limits.top_p.as_integer_ratio()
         needed = -(-numerator * mass // denominator)
         value, found, above = shard.search(
-            shard.of, lambda a: (mass_of(a, arithmetic) >= needed).astype(np.bool_), found, nothing
+            shard.of, lambda a: (mass_of(a, precision) >= needed).astype(np.bool_), found, nothing
         )
-        less, ties = mass_of(above, arithmetic), np.maximum(found["count"] - above["count"], 1)
-        each = np.maximum((mass_of(found, arithmetic) - less) // ties, 1)
+        less, ties = mass_of(above, precision), np.maximum(found["count"] - above["count"], 1)
+        each = np.maximum((mass_of(found, precision) - less) // ties, 1)
         tied = -((less - needed) // each)
         mass, tied = less + tied * each, tied.astype(np.int64)
     if limits.min_p is not None:
         distance = float(log(np.array([limits.min_p]))[0]) / shard.problem.options.logit_scale
         _, _, least = shard.search(lambda a: a, lambda a: a - top < distance, value, value)
         is_less, value = least > value, np.maximum(least, value)
-        mass = np.where(is_less, mass_of(shard.of(value), arithmetic), mass)
+        mass = np.where(is_less, mass_of(shard.of(value), precision), mass)
         tied = np.where(is_less, _ALL, tied)
     bad = ~np.isfinite(top)
     return _Kept(np.where(bad, np.nan, value), tied, np.where(bad, 0, mass), total)

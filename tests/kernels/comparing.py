@@ -9,7 +9,7 @@ import numpy as np
 from kernels.device_arrays import rows_in_memory
 from kernels.places import OnGpu, OnHost
 from pce_mpi.kernels import definition
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Arithmetic
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
 from pce_mpi.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ranks.test_definition import FIELDS, MARGINS, ROWS, fill_gradients_of_statistics, logits_of
@@ -39,12 +39,12 @@ class Problem:
     fields: StateFields = PLAIN
     weights: ClassWeights = NO_WEIGHTS
     transform: Transform = TRANSFORMS[0]
-    arithmetic: Arithmetic = SINGLE
+    precision: Precision = SINGLE
     first_class: int = 0
 
     @property
     def options(self):
-        return {"transform": self.transform, "arithmetic": self.arithmetic}
+        return {"transform": self.transform, "precision": self.precision}
 
     @property
     def class_weights(self):
@@ -74,7 +74,7 @@ def problem_of(seed, kind, name=None, dtype=None, transform=None):
     dtype = dtype or DTYPES[rng.integers(len(DTYPES))]
     transforms = TRANSFORMS if FIELDS[name].hold_largest else TRANSFORMS + MARGINS
     transform = transform or transforms[rng.integers(len(transforms))]
-    arithmetic = DOUBLE if dtype == np.float64 or rng.random() < 0.2 else SINGLE
+    precision = DOUBLE if dtype == np.float64 or rng.random() < 0.2 else SINGLE
     classes = int(rng.integers(1, 100) if rng.random() < 0.9 else rng.integers(4000, 9000))
     logits, targets = logits_of(kind, classes, dtype, rng)
     if rng.random() < 0.3:
@@ -93,7 +93,7 @@ def problem_of(seed, kind, name=None, dtype=None, transform=None):
             probabilities[:] = 0
             probabilities[np.arange(ROWS), targets] = 1
         weights = weights._replace(probabilities=probabilities, smoothing=0.1 * (seed % 2), classes=classes)
-    return Problem(logits, columns, FIELDS[name], weights, transform, arithmetic, 7)
+    return Problem(logits, columns, FIELDS[name], weights, transform, precision, 7)
 
 
 def rows_of(problem, seed):
@@ -143,7 +143,7 @@ def states_on_device(cuda, problem, logits=None):
         problem.fields,
         weights=weights_on_device(problem.weights),
         transform=problem.transform,
-        arithmetic=problem.arithmetic,
+        precision=problem.precision,
         class_start=problem.first_class,
     ).get()
     place.forget()
@@ -159,7 +159,7 @@ def write_gradient(cuda, problem, rows, out, logits):
         problem.fields,
         weights=weights_on_device(problem.weights),
         transform=problem.transform,
-        arithmetic=problem.arithmetic,
+        precision=problem.precision,
     )
     place.bring_back(out)
 
@@ -202,7 +202,7 @@ def assert_equal(found, expected, what=""):
 def merged_states(cuda, problem):
     states = problem.states()
     words = on_device(states.view(np.uint64).reshape(len(states), states.dtype.itemsize // 8))
-    return cuda.row_softmax(words, problem.fields, problem.transform, problem.arithmetic, problem.class_weights)
+    return cuda.row_softmax(words, problem.fields, problem.transform, problem.precision, problem.class_weights)
 
 
 def check_softmax(cuda, problem):

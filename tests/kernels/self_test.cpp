@@ -55,7 +55,7 @@ template <class T> void fill_logits(char *logits, double spread, double offset) 
     }
 }
 
-template <class Arithmetic, class T>
+template <class Precision, class T>
 void run(const Loops &loops, int kind, int fields, Transform transform, bool wide) {
     Call call = {fields, transform};
     Fill fill = {};
@@ -73,7 +73,7 @@ void run(const Loops &loops, int kind, int fields, Transform transform, bool wid
     for (long r = 0; r < ROWS; r++) {
         for (long w = 0; w < words; w++) add(states[r * words + w]);
         RowSoftmax softmax =
-            RowSoftmax::of<Arithmetic>(State::load<Arithmetic>(states + r * words, call), call, class_weights);
+            RowSoftmax::of<Precision>(State::load<Precision>(states + r * words, call), call, class_weights);
         const double numbers[] = {softmax.held_nll, softmax.held_minus_one, softmax.logsumexp, softmax.weighted_nll,
                                   softmax.entropy};
         for (double each : numbers) put_bits(each);
@@ -124,7 +124,7 @@ template <class T> void run_kind(const Loops &loops, int kind) {
 }
 
 // Divergences of the softmax of `teacher` from that of `logits`, and their gradients.
-template <class Arithmetic, class T> void diverge(const Loops &loops, int kind, Transform transform) {
+template <class Precision, class T> void diverge(const Loops &loops, int kind, Transform transform) {
     const Call call = {HOLD_LARGEST, transform};
     static RowGradient both[2][ROWS];
     double z[2][ROWS], nll[2][ROWS];
@@ -138,7 +138,7 @@ template <class Arithmetic, class T> void diverge(const Loops &loops, int kind, 
         loops.fill(fill);
         for (long r = 0; r < ROWS; r++) {
             const uint64_t *words = states + r * words_of(HOLD_LARGEST);
-            RowSoftmax row = RowSoftmax::of<Arithmetic>(State::load<Arithmetic>(words, call), call, {});
+            RowSoftmax row = RowSoftmax::of<Precision>(State::load<Precision>(words, call), call, {});
             both[side][r] = {row.exponent, -1, 1, row.top, row.most, row.normalizer, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0,
                              -1, 0.0};
             z[side][r] = row.held_z;
@@ -175,7 +175,7 @@ template <class Arithmetic, class T> void diverge(const Loops &loops, int kind, 
     }
 }
 
-template <class Arithmetic, class T> void diverge_kind(const Loops &loops, int kind) {
+template <class Precision, class T> void diverge_kind(const Loops &loops, int kind) {
     for (double distance : {0.01, 3.0}) {
         fill_logits<T>(logits, 4.0, 0.0);
         fill_logits<T>(teacher, distance, 0.0);
@@ -186,7 +186,7 @@ template <class Arithmetic, class T> void diverge_kind(const Loops &loops, int k
             y = of_number<T>(number_of(x) + number_of(y));
             memcpy(teacher + i * sizeof y, &y, sizeof y);
         }
-        for (double scale : {1.0, 0.7}) diverge<Arithmetic, T>(loops, kind, {scale, 0.0});
+        for (double scale : {1.0, 0.7}) diverge<Precision, T>(loops, kind, {scale, 0.0});
     }
 }
 

@@ -47,7 +47,7 @@ def plain(dtype, classes, rows=3, seed=0, spread=3.0):
     logits = rng.normal(0, spread, (rows, classes)).astype(dtype)
     columns = rng.integers(0, classes, rows)
     columns[1::3] = -1
-    return Problem(logits, columns, arithmetic=DOUBLE if dtype == np.float64 else SINGLE)
+    return Problem(logits, columns, precision=DOUBLE if dtype == np.float64 else SINGLE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pce_mpi.kernels import compiled, definition
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Arithmetic, fma32
+from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision, fma32
 from pce_mpi.kernels.parameters import ClassWeights, LossTerms, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ulps import LOSS, OPTIONS, errors
@@ -95,12 +95,12 @@ class Drawn(NamedTuple):
     targets: np.ndarray
     fields: StateFields
     transform: Transform
-    arithmetic: Arithmetic
+    precision: Precision
     weights: ClassWeights
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"transform": self.transform, "arithmetic": self.arithmetic}
+        return {"transform": self.transform, "precision": self.precision}
 
     @property
     def has_targets(self) -> bool:
@@ -151,13 +151,13 @@ def drawn(draw, kinds=KINDS, most=60):
             probabilities[:] = np.arange(classes)[:, None] == targets[:, None, None]
     smoothing = draw(st.sampled_from([0.0, 0.1]))
     weights = ClassWeights(weight, probabilities, smoothing, classes)
-    arithmetic = DOUBLE if wide else SINGLE
+    precision = DOUBLE if wide else SINGLE
     transforms = TRANSFORMS if FIELDS[name].hold_largest else TRANSFORMS + MARGINS
     transform = draw(st.sampled_from(transforms))
     if transform in MARGINS and draw(st.booleans()):
         with np.errstate(invalid="ignore"):
             logits = np.sin(logits.astype(np.float64)).astype(dtype)
-    return Drawn(logits, targets, FIELDS[name], transform, arithmetic, weights)
+    return Drawn(logits, targets, FIELDS[name], transform, precision, weights)
 
 
 def same_bits(found, expected):
@@ -263,9 +263,9 @@ def check_statistics(pairs, targets, valid, rng):
 @pytest.mark.parametrize("classes", [1, 40])
 def test_plain_loss_has_bits_of_definition(kernel, classes, kind, dtype):
     # It has functions of its own, which handle a block of rows at a time; here are more.
-    rng, arithmetic = np.random.default_rng(7), DOUBLE if dtype == np.float64 else SINGLE
+    rng, precision = np.random.default_rng(7), DOUBLE if dtype == np.float64 else SINGLE
     logits, targets = map(np.concatenate, zip(*(logits_of(kind, classes, dtype, rng) for _ in range(12)), strict=True))
-    problem = Drawn(logits, targets, StateFields(), Transform(), arithmetic, ClassWeights())
+    problem = Drawn(logits, targets, StateFields(), Transform(), precision, ClassWeights())
     found, rows = [], len(logits)
     valid, upstream, divisor = np.arange(rows) % 5 != 2, np.linspace(-2, 2, rows), np.array([3.0])
     for each in kernel, definition:
@@ -283,13 +283,13 @@ def test_plain_loss_has_bits_of_definition(kernel, classes, kind, dtype):
         assert same_bits(mine, expected)
 
 
-@pytest.mark.parametrize("arithmetic", [SINGLE, DOUBLE], ids=["float32", "float64"])
-def test_zero_factor_of_gradient_has_no_sign(kernel, arithmetic):
-    logits = np.tile(np.array([-np.inf, 0.3, 1.0, -200.0], arithmetic.dtype), (ROWS, 5))
+@pytest.mark.parametrize("precision", [SINGLE, DOUBLE], ids=["float32", "float64"])
+def test_zero_factor_of_gradient_has_no_sign(kernel, precision):
+    logits = np.tile(np.array([-np.inf, 0.3, 1.0, -200.0], precision.dtype), (ROWS, 5))
     targets, weight = np.arange(ROWS), np.ones(20)
     weight[::2] = 0.0
     for fields in StateFields(), StateFields(held_weight=True), StateFields(held_weight=True, weighted_logit=True):
-        problem = Drawn(logits, targets, fields, Transform(), arithmetic, ClassWeights(weight))
+        problem = Drawn(logits, targets, fields, Transform(), precision, ClassWeights(weight))
         for upstream, divisor in (-0.0, 3.0), (-2.0, 3.0), (0.0, -3.0), (-0.0, -3.0):
             found = []
             for each in kernel, definition:
@@ -357,21 +357,21 @@ def cut_at(problem, kernel, cuts):
     return union
 
 
-def weighted(logits, weight, arithmetic):
+def weighted(logits, weight, precision):
     """A problem of three classes whose rows have these logits, with probability targets of these weights."""
-    rows = np.broadcast_to(np.array(logits, arithmetic.dtype), (ROWS, 3)).copy()
-    ones = np.ones((ROWS, 3, 1), arithmetic.dtype)
+    rows = np.broadcast_to(np.array(logits, precision.dtype), (ROWS, 3)).copy()
+    ones = np.ones((ROWS, 3, 1), precision.dtype)
     weights = ClassWeights(np.array(weight), ones, 0.0, 3)
-    return Drawn(rows, np.zeros(ROWS, int), FIELDS["probabilities"], Transform(), arithmetic, weights)
+    return Drawn(rows, np.zeros(ROWS, int), FIELDS["probabilities"], Transform(), precision, weights)
 
 
-@pytest.mark.parametrize("arithmetic", [SINGLE, DOUBLE], ids=["float32", "float64"])
+@pytest.mark.parametrize("precision", [SINGLE, DOUBLE], ids=["float32", "float64"])
 @pytest.mark.parametrize(
     "weight", [(-1.0, -2.0, -3.0), (np.nan, -1.0, 2.0), (np.nan,) * 3, (0.0, -1.0, np.inf)], ids=str
 )
-def test_rows_of_masked_classes_are_nan_however_cut(kernel, weight, arithmetic):
+def test_rows_of_masked_classes_are_nan_however_cut(kernel, weight, precision):
     # A class of negative weight, or of none that is a number, loses against no class at all.
-    problem = weighted([-np.inf] * 3, weight, arithmetic)
+    problem = weighted([-np.inf] * 3, weight, precision)
     valid, terms = np.ones(ROWS, np.bool_), LossTerms()
     for cuts in CUTS:
         softmax = problem.softmax(kernel, cut_at(problem, kernel, cuts))
@@ -384,26 +384,26 @@ def test_rows_of_masked_classes_are_nan_however_cut(kernel, weight, arithmetic):
         assert np.isnan(out).all(), cuts
 
 
-@pytest.mark.parametrize("arithmetic", [SINGLE, DOUBLE], ids=["float32", "float64"])
+@pytest.mark.parametrize("precision", [SINGLE, DOUBLE], ids=["float32", "float64"])
 @pytest.mark.parametrize("nan", [0, 1, 2])
-def test_weight_that_is_nan_loses_ties(kernel, nan, arithmetic):
+def test_weight_that_is_nan_loses_ties(kernel, nan, precision):
     weight = np.array([-4.0, -5.0, -6.0])
     weight[nan] = np.nan
-    problem = weighted([1.5] * 3, weight, arithmetic)
+    problem = weighted([1.5] * 3, weight, precision)
     whole = cut_at(problem, kernel, CUTS[0])
     assert (whole["held_weight"] == np.nanmax(weight)).all()
     for cuts in CUTS:
         assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
 
 
-@pytest.mark.parametrize("arithmetic", [SINGLE, DOUBLE], ids=["float32", "float64"])
+@pytest.mark.parametrize("precision", [SINGLE, DOUBLE], ids=["float32", "float64"])
 @pytest.mark.parametrize("scale", [2.0**60, 0.7 * 2.0**63, 2.0**100])
-def test_entropy_of_logits_scaled_below_huge(kernel, scale, arithmetic):
+def test_entropy_of_logits_scaled_below_huge(kernel, scale, precision):
     rows = np.array([[-2.0, -2.0, -2.0], [-4.0, -2.0, -2.0], [-2.0, -4.0, -8.0], [-3.0, -np.inf, -3.0]] * 2)
     classes_at_top = np.array([3, 2, 1, 2] * 2)
-    logits = rows.astype(arithmetic.dtype)
+    logits = rows.astype(precision.dtype)
     fields, transform = FIELDS["statistics"], Transform(scale)
-    problem = Drawn(logits, np.zeros(ROWS, int), fields, transform, arithmetic, ClassWeights())
+    problem = Drawn(logits, np.zeros(ROWS, int), fields, transform, precision, ClassWeights())
     whole = cut_at(problem, kernel, CUTS[0])
     entropy = problem.softmax(kernel, whole)[:, ROW_SOFTMAX["entropy"]]
     np.testing.assert_allclose(entropy, np.log(classes_at_top), rtol=1e-15, atol=0)
@@ -468,8 +468,8 @@ def test_class_axis_not_last_has_same_bits(kernel, dtype, name):
     rng, classes, copies = np.random.default_rng(6), 1100, 22
     logits, targets = logits_of("certain", classes, dtype, rng)
     probabilities = rng.random((ROWS, classes, 1)).astype(dtype) if name == "probabilities" else None
-    arithmetic = DOUBLE if dtype == np.float64 else SINGLE
-    problem = Drawn(logits, targets, FIELDS[name], Transform(), arithmetic, ClassWeights(None, probabilities))
+    precision = DOUBLE if dtype == np.float64 else SINGLE
+    problem = Drawn(logits, targets, FIELDS[name], Transform(), precision, ClassWeights(None, probabilities))
     states = problem.states(definition)
 
     def rows_of(kernel, copies):
@@ -529,7 +529,7 @@ def test_fma32_rounds_the_exact_sum_once(near):
         assert all(error <= abs(Fraction(float(other)) - exact) for other in beside)
 
 
-# Ulps of the arithmetic's dtype, of the result itself.
+# Ulps of the precision's dtype, of the result itself.
 LIMITS = {SINGLE: {"loss": 1, "gradient": 2}, DOUBLE: {"loss": 4, "gradient": 4}}
 
 
@@ -541,16 +541,16 @@ def ulps(found, exact, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("classes", [2, 300])
 def test_loss_and_gradient_have_their_bits(kind, dtype, classes):
-    arithmetic, rng = (DOUBLE if dtype == np.float64 else SINGLE), np.random.default_rng(classes)
+    precision, rng = (DOUBLE if dtype == np.float64 else SINGLE), np.random.default_rng(classes)
     x, targets = logits_of(kind, classes, dtype, rng)
     worst = {"loss": 0.0, "gradient": 0.0}
     for transform in TRANSFORMS[:3]:
-        problem = Drawn(x, targets, StateFields(), transform, arithmetic, ClassWeights())
+        problem = Drawn(x, targets, StateFields(), transform, precision, ClassWeights())
         softmax = problem.softmax(definition, problem.states(definition))
         held_nll, held_minus_one = (softmax[:, ROW_SOFTMAX[name]] for name in ("held_nll", "held_minus_one"))
         one, every = np.ones(1), np.ones(ROWS, np.bool_)
         rows = definition.row_gradients(softmax, StateFields(), every, targets, one, one, 1.0, LossTerms())
-        gradient = definition.gradient_of(x, rows, StateFields(), transform, arithmetic)
+        gradient = definition.gradient_of(x, rows, StateFields(), transform, precision)
         with mpmath.workprec(200):
             for row, target in enumerate(targets):
                 z = [mpmath.mpf(float(value)) * mpmath.mpf(transform.scale) for value in x[row]]
@@ -566,14 +566,14 @@ def test_loss_and_gradient_have_their_bits(kind, dtype, classes):
                     if index != target and exps[index] / total > 1e-30:
                         error = ulps(gradient[row, index], exps[index] / total, dtype)
                         worst["gradient"] = max(worst["gradient"], error)
-    assert all(worst[what] <= LIMITS[arithmetic][what] for what in worst), worst
+    assert all(worst[what] <= LIMITS[precision][what] for what in worst), worst
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_more_classes_than_22_bits_count(dtype):
     classes = 2**22 + 5
     logits = np.full((1, classes, 1), 3.0, dtype)
-    given = {"transform": Transform(), "arithmetic": DOUBLE if dtype == np.float64 else SINGLE}
+    given = {"transform": Transform(), "precision": DOUBLE if dtype == np.float64 else SINGLE}
     fields = StateFields(weighted_logit=True)
     states = compiled.fill_states(logits, np.array([7]), fields, weights=ClassWeights(), class_start=0, **given)
     weights = compiled.sums_of(np.array([float(classes)]))[0]
@@ -588,7 +588,7 @@ def test_large_gradient_in_memory_off_any_alignment(kernel):
     rows, classes = 2**22 // 2**14, 2**12
     logits = np.random.default_rng(0).standard_normal((rows, classes, 1), np.float32)
     out = np.zeros(logits.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(logits.shape)
-    fields, call = StateFields(), {"transform": Transform(), "arithmetic": SINGLE}
+    fields, call = StateFields(), {"transform": Transform(), "precision": SINGLE}
     more, targets, one = {"weights": ClassWeights(), **call}, np.zeros(rows, int), np.ones(1)
     states = kernel.fill_states(logits, targets, fields, class_start=0, **more)
     softmax = kernel.row_softmax(states, fields, *call.values(), None)
@@ -611,8 +611,8 @@ def test_gradient_larger_than_caches_has_same_bits(kernel, dtype):
     softmax[:, ROW_SOFTMAX["normalizer"]], softmax[:, ROW_SOFTMAX["most"]] = 1e-3, 20
     given = np.arange(rows) % 5 != 4, np.arange(rows) % classes, np.linspace(-1, 1, rows), np.array([1.7])
     gradient = definition.row_gradients(softmax, fields, *given, 1.0, LossTerms(0.0, 0.0, 0.0))
-    arithmetic = DOUBLE if dtype == np.float64 else SINGLE
-    more = {"weights": ClassWeights(), "transform": Transform(), "arithmetic": arithmetic}
+    precision = DOUBLE if dtype == np.float64 else SINGLE
+    more = {"weights": ClassWeights(), "transform": Transform(), "precision": precision}
     kernel.write_gradient(out, logits[:, :, None], gradient, fields, **more)
     in_place = logits.copy()
     for row in range(0, rows, 50):

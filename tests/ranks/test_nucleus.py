@@ -48,13 +48,13 @@ def same(found, expected):
     return all(map(is_same, found, expected))
 
 
-def brute_force(x, arithmetic, top_k=None, top_p=None, min_p=None, logit_scale=1.0):
+def brute_force(x, precision, top_k=None, top_p=None, min_p=None, logit_scale=1.0):
     """The classes kept of a row of finite logits, one after the other, by Python's integers and fractions."""
-    e = exponential(x, Transform(logit_scale), arithmetic)
-    unit = arithmetic.width * (int(e.n[x.argmax()]) // arithmetic.width - 2)
+    e = exponential(x, Transform(logit_scale), precision)
+    unit = precision.width * (int(e.n[x.argmax()]) // precision.width - 2)
     mass = [
-        math.floor(int(fixed) * Fraction(2) ** (int(n) - arithmetic.point - unit))
-        for fixed, n in zip(e.fixed_point(arithmetic), e.n, strict=True)
+        math.floor(int(fixed) * Fraction(2) ** (int(n) - precision.point - unit))
+        for fixed, n in zip(e.fixed_point(precision), e.n, strict=True)
     ]
     order = sorted(range(len(x)), key=lambda c: (-float(x[c]), c))
     if top_k is not None:
