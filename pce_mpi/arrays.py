@@ -235,6 +235,11 @@ def numpy_dtype(name: str, floating: bool = True) -> Callable[..., np.dtype[Any]
 _OVERLAP_WORK: Any = 100_000
 
 
+def owned(local: Any, foreign: Any) -> Any:
+    """Return `local` in memory of its own, in C order, in the library of `foreign`."""
+    return array_namespace(foreign).array(local, order="C")
+
+
 def same_memory(a: Any, b: Any) -> bool:
     """Return whether `a` and `b` have the same elements at the same addresses in the same order.
 

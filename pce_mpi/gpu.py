@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+import math
 import sys
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, cupy_of, import_cupy
+from pce_mpi.arrays import array_namespace, cupy_of, import_cupy, to_host
+from pce_mpi.hollow import Hollow
+
+# An array of so many axes that more than this would be shown is not shown.
+_MOST_SHOWN = 10_000
 
 
 def check_on_current_gpu(operands: Mapping[str, Any]) -> None:
@@ -63,6 +68,26 @@ def finish_work(array: Any) -> None:
     cupy = cupy_of(array)
     if cupy is not None:
         cupy.cuda.get_current_stream().synchronize()
+
+
+def numbers_in(array: Any, prefix: str) -> str:
+    """Return the numbers of an array as NumPy abbreviates them, or nothing; a GPU gives those alone that are shown."""
+    options = np.get_printoptions()
+    threshold, edge = options["threshold"], options["edgeitems"]
+    try:
+        check_on_current_gpu({"local": array})
+    except ValueError:
+        return ""
+    if isinstance(array, Hollow):
+        return ""
+    if array.ndim and array.size > threshold:
+        ends = [(*range(min(n, edge)), *range(max(edge, n - edge - 1), n)) for n in array.shape]  # NumPy leaves one out
+        if math.prod(map(len, ends)) > _MOST_SHOWN:
+            return ""
+        xp, axes = array_namespace(array), range(array.ndim)
+        array = array[tuple(xp.asarray(ends[axis]).reshape(-1, *[1] * (array.ndim - 1 - axis)) for axis in axes)]
+        threshold = 0
+    return np.array2string(to_host(array), separator=", ", prefix=prefix, threshold=threshold)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 from pce_mpi.arrays import REAL, array_namespace, as_array, check_one_library, is_floating, is_real
 from pce_mpi.autograd.rules import Plan, Rule
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.hollow import hollow
 
@@ -100,6 +101,12 @@ class Call:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def operation(function: Function) -> Function:
+    """Enter `function` into `OPERATIONS` by its name."""
+    OPERATIONS[function.__name__] = function
+    return function
 
 
 def of_array(function: Function) -> Function:

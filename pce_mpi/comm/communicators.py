@@ -24,6 +24,7 @@ from threading import Lock
 import time
 from typing import TYPE_CHECKING, Any
 import warnings
+import weakref
 from zlib import crc32
 
 import numpy as np
@@ -335,6 +336,38 @@ _taking = Lock()
 def new_number() -> int:
     """Return a number that no other communicator has; its first rank's number names it on all of its ranks."""
     return secrets.randbits(62)
+
+
+def made(make: Callable[[], MPI.Cartcomm], number: int, operation: str) -> MPI.Cartcomm:
+    """Return the communicator `number`, which is dropped when nothing refers to it any more."""
+    from mpi4py import MPI
+
+    try:
+        comm = _kept_type()(make())
+    except MPI.Exception as error:
+        raise out_of_communicators(operation, error) from error
+    # The other object has the same handle.
+    comm.finalizer = weakref.finalize(comm, drop, number, MPI.Cartcomm(comm))
+    comm.finalizer.atexit = False
+    return comm
+
+
+@cache
+def _kept_type() -> Any:
+    from mpi4py import MPI
+
+    class MeshComm(MPI.Cartcomm):
+        """A communicator of a mesh; once the user has freed it, the mesh does not free it again."""
+
+        finalizer: weakref.finalize[Any, Any] | None = None
+        refused: Callable[[], None]
+
+        def Free(self) -> None:
+            if self.finalizer is not None:
+                self.finalizer.detach()
+            super().Free()
+
+    return MeshComm
 
 
 def drop(number: int, comm: MPI.Comm, board: Board | None = None) -> None:

@@ -5,96 +5,35 @@ Every function here is the identity on the global array: it changes where number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 import math
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from pce_mpi.arrays import REAL, array_namespace, is_floating, is_real, to_host
-from pce_mpi.comm.doors import door, tell_from_here, telling_methods
-from pce_mpi.comm.program import program
+from pce_mpi.arrays import owned
+from pce_mpi.comm.doors import telling_methods
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.distributed.placements import Partial, Placement
+from pce_mpi.distributed.operators import OPERATIONS, operators
+from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.plotting import array_size, draw_array
-from pce_mpi.distributed.redistribution import run_step
+from pce_mpi.distributed.redistribution import checked_dtype, run_step
 from pce_mpi.distributed.sharding import Sharding, steps
-from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.hollow import Hollow, enter
+from pce_mpi.gpu import numbers_in
+from pce_mpi.hollow import enter
 from pce_mpi.svg import new_figure, svg_or_none
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Array = Any  # numpy.ndarray or cupy.ndarray
-Function = TypeVar("Function", bound=Callable[..., Any])
-Operator = Callable[["DistArray", Any], "DistArray"]
-
-#: the operations on distributed arrays by name; `ops`, a wing below this one, enters them
-OPERATIONS: dict[str, Callable[..., Any]] = {}
-
-
-# An array of so many axes that more than this would be shown is not shown.
-_MOST_SHOWN = 10_000
 
 
 def described(value: Any) -> str:
     """Return the text of a value for an error: of a distributed array without numbers, as those are this rank's own."""
     return value._text(None) if isinstance(value, DistArray) else repr(value)
-
-
-def _numbers_in(local: Array, prefix: str) -> str:
-    """Return the numbers of an array as NumPy abbreviates them, or nothing; a GPU gives those alone that are shown."""
-    options = np.get_printoptions()
-    threshold, edge = options["threshold"], options["edgeitems"]
-    try:
-        check_on_current_gpu({"local": local})
-    except ValueError:
-        return ""
-    if isinstance(local, Hollow):
-        return ""
-    if local.ndim and local.size > threshold:
-        ends = [(*range(min(n, edge)), *range(max(edge, n - edge - 1), n)) for n in local.shape]  # NumPy leaves one out
-        if math.prod(map(len, ends)) > _MOST_SHOWN:
-            return ""
-        xp, axes = array_namespace(local), range(local.ndim)
-        local = local[tuple(xp.asarray(ends[axis]).reshape(-1, *[1] * (local.ndim - 1 - axis)) for axis in axes)]
-        threshold = 0
-    return np.array2string(to_host(local), separator=", ", prefix=prefix, threshold=threshold)
-
-
-def operation(function: Function) -> Function:
-    """Enter `function` into `OPERATIONS` by its name."""
-    OPERATIONS[function.__name__] = function
-    return function
-
-
-def _operators(name: str) -> tuple[Operator, Operator]:
-    """Make two operators of the operation `name`: for a `DistArray` on the left, and for one on the right."""
-
-    @door
-    def left(self: DistArray, other: Any) -> DistArray:
-        program.count += 1
-        program.name = name
-        try:
-            return OPERATIONS[name](self, other)
-        except Exception as error:
-            tell_from_here(error)
-            raise
-
-    @door
-    def right(self: DistArray, other: Any) -> DistArray:
-        program.count += 1
-        program.name = name
-        try:
-            return OPERATIONS[name](other, self)
-        except Exception as error:
-            tell_from_here(error)
-            raise
-
-    return left, right
 
 
 class DistArray:
@@ -331,23 +270,23 @@ class DistArray:
 
     def _text(self, label: str | None) -> str:
         """Return the facts of the array, after the numbers of this rank unless `label` is None."""
-        numbers = "" if label is None else _numbers_in(self.local, f"DistArray({label}")
+        numbers = "" if label is None else numbers_in(self.local, f"DistArray({label}")
         shown = f"{label}{numbers}, " if numbers else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"DistArray({shown}shape={self.shape}, dtype={self.dtype}, {self.sharding}{grad})"
 
-    __add__, __radd__ = _operators("add")
-    __sub__, __rsub__ = _operators("subtract")
-    __mul__, __rmul__ = _operators("multiply")
-    __truediv__, __rtruediv__ = _operators("divide")
-    __floordiv__, __rfloordiv__ = _operators("floor_divide")
-    __mod__, __rmod__ = _operators("remainder")
-    __pow__, __rpow__ = _operators("power")
-    __matmul__, __rmatmul__ = _operators("matmul")
-    __and__, __rand__ = _operators("bitwise_and")
-    __or__, __ror__ = _operators("bitwise_or")
-    __lt__, __le__ = _operators("less")[0], _operators("less_equal")[0]
-    __gt__, __ge__ = _operators("greater")[0], _operators("greater_equal")[0]
+    __add__, __radd__ = operators("add")
+    __sub__, __rsub__ = operators("subtract")
+    __mul__, __rmul__ = operators("multiply")
+    __truediv__, __rtruediv__ = operators("divide")
+    __floordiv__, __rfloordiv__ = operators("floor_divide")
+    __mod__, __rmod__ = operators("remainder")
+    __pow__, __rpow__ = operators("power")
+    __matmul__, __rmatmul__ = operators("matmul")
+    __and__, __rand__ = operators("bitwise_and")
+    __or__, __ror__ = operators("bitwise_or")
+    __lt__, __le__ = operators("less")[0], operators("less_equal")[0]
+    __gt__, __ge__ = operators("greater")[0], operators("greater_equal")[0]
 
     def __iadd__(self, other: Any) -> Any:
         if self.requires_grad and self.is_leaf:  # the name would be that of a new array, whose grad stays None
@@ -544,25 +483,6 @@ class DistArray:
 # Not those that show or copy an array, or say that it is none of NumPy's: a debugger may call them on one rank.
 _ON_ONE_RANK = {"__init__", "__repr__", "__copy__", "__deepcopy__", "__reduce__", "__bool__", "__len__", "__array__"}
 telling_methods(DistArray, {"left", "right", "plot", *_ON_ONE_RANK})
-
-
-def owned(local: Array, foreign: Array) -> Array:
-    """Return `local` in memory of its own, in C order, in the library of `foreign`."""
-    return array_namespace(foreign).array(local, order="C")
-
-
-def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_grad: bool) -> Array:
-    """Return `array`; raise `TypeError` if its dtype has no meaning for these placements."""
-    dtype = array.dtype
-    if not is_real(dtype):
-        raise TypeError(f"a distributed array holds {REAL}, got {dtype}")
-    if requires_grad and not is_floating(dtype):
-        raise TypeError(f"only real numbers have a gradient, got {dtype}")
-    for placement in placements.values():
-        sums = isinstance(placement, Partial) and placement.operator in ("sum", "avg")
-        if sums and (dtype.kind == "b" or (placement == Partial("avg") and not is_floating(dtype))):
-            raise TypeError(f"{placement} of {dtype} has no meaning")
-    return array
 
 
 def redistribute(x: DistArray, destination: Sharding) -> DistArray:

@@ -10,15 +10,15 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, dtype_named, is_floating, is_half, library_named
+from pce_mpi.arrays import array_namespace, as_array, dtype_named, is_floating, is_half, library_named, owned
 from pce_mpi.comm.agreement import all_gather_text, local_checks
 from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.errors import text_by_rank
 from pce_mpi.comm.tracing import cause
-from pce_mpi.distributed.array import DistArray, checked_dtype, owned
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, check_mesh
 from pce_mpi.distributed.placements import Placement
-from pce_mpi.distributed.redistribution import run_step
+from pce_mpi.distributed.redistribution import checked_dtype, run_step
 from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.exact import philox
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 import json
 import math
-import operator
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
 from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, local_checks, signature_of
 from pce_mpi.comm.board import tell_once, world_ranks
-from pce_mpi.comm.communicators import channel_of, drop, garbage_count, give_back, new_number, open_channel
+from pce_mpi.comm.communicators import channel_of, garbage_count, give_back, made, new_number, open_channel
 from pce_mpi.comm.doors import telling
 from pce_mpi.comm.errors import CollectiveError, RanksAlong, named, text_by_rank
-from pce_mpi.comm.library import comm_text, is_comm, out_of_communicators
+from pce_mpi.comm.library import comm_text, is_comm
 from pce_mpi.comm.program import program
 from pce_mpi.comm.rehearsed import FakeComm
+from pce_mpi.distributed.placements import checked_dims
 from pce_mpi.distributed.plotting import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims, Sharding
 from pce_mpi.exact.arithmetic import check_settings, current
@@ -33,12 +33,10 @@ if TYPE_CHECKING:
 
 # The number of past operations that can be told apart by name.
 _REMEMBERED = 64
-# A sharded axis has a split point for each rank: an operation on this many takes seconds and 100 MB.
-_MOST_RANKS = 2**22
 # Stands for all operations before a refused one.
 _REFUSED = "an operation that was refused"
-# The other named arguments of functions that take placements by dim.
-_TAKEN = ("dtype", "high", "loc", "low", "requires_grad", "scale", "seed", "shape", "src_rank", "xp")
+# A sharded axis has a split point for each rank: an operation on this many takes seconds and 100 MB.
+_MOST_RANKS = 2**22
 
 
 class Mesh:
@@ -106,7 +104,7 @@ class Mesh:
         numbers, garbage = said
         if any(garbage):
             give_back(channel_of(comm, "Mesh"), "Mesh")
-        cart = _made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
+        cart = made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
         self._begin(cart, sizes, cart.Get_coords(cart.rank))
         self._open(cart, self._over(sizes), "Mesh")
 
@@ -206,9 +204,9 @@ class Mesh:
                 self._comms[key] = self._heard(self._cart.Sub(kept))
             else:
                 first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
-                made = self._heard(_made(lambda: self._cart.Sub(kept), said[0][first], "Mesh.comm"))
-                self._open(made, self._over(key), "Mesh.comm")
-                self._comms[key] = made
+                comm = self._heard(made(lambda: self._cart.Sub(kept), said[0][first], "Mesh.comm"))
+                self._open(comm, self._over(key), "Mesh.comm")
+                self._comms[key] = comm
         return self._comms[key]
 
     def along(self, dims: Collection[str]) -> tuple[Any, RanksAlong]:
@@ -466,38 +464,6 @@ def _world_rank(
     return found if in_world is None else in_world[found]
 
 
-def _made(make: Callable[[], MPI.Cartcomm], number: int, operation: str) -> MPI.Cartcomm:
-    """Return the communicator `number`, which is dropped when nothing refers to it any more."""
-    from mpi4py import MPI
-
-    try:
-        comm = _kept_type()(make())
-    except MPI.Exception as error:
-        raise out_of_communicators(operation, error) from error
-    # The other object has the same handle.
-    comm.finalizer = weakref.finalize(comm, drop, number, MPI.Cartcomm(comm))
-    comm.finalizer.atexit = False
-    return comm
-
-
-@cache
-def _kept_type() -> Any:
-    from mpi4py import MPI
-
-    class MeshComm(MPI.Cartcomm):
-        """A communicator of a mesh; once the user has freed it, the mesh does not free it again."""
-
-        finalizer: weakref.finalize[Any, Any] | None = None
-        refused: Callable[[], None]
-
-        def Free(self) -> None:
-            if self.finalizer is not None:
-                self.finalizer.detach()
-            super().Free()
-
-    return MeshComm
-
-
 def check_mesh(mesh: Any) -> None:
     """Raise `TypeError` unless this is a mesh."""
     if not isinstance(mesh, Mesh):
@@ -525,28 +491,3 @@ def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> st
     forgotten = not known and all(len(each) == _REMEMBERED for each in recent)
     after = f"; the first of them more than {_REMEMBERED} operations ago" if forgotten else ""
     return f"ranks have run different operations: {text_by_rank(first, over)}{after}"
-
-
-def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str, int]:
-    """Return the sizes of the dims of a mesh, as int; their product must be `ranks` if that is given."""
-    if not dims:
-        raise ValueError("a mesh needs at least one dim, such as data=2")
-    sizes = {}
-    for dim, size in dims.items():
-        if dim in _TAKEN:
-            raise ValueError(f"a dim of a mesh cannot be called {dim!r}: functions take an argument of that name")
-        try:
-            sizes[dim] = operator.index(size)
-        except TypeError:
-            raise TypeError(f"the size of dim {dim!r} must be a whole number, got {size!r}") from None
-        if sizes[dim] < 1:
-            raise ValueError(f"the size of dim {dim!r} must be at least 1, got {size}")
-    product = math.prod(sizes.values())
-    if ranks is not None and product != ranks:
-        named = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
-        count = f"{' * '.join(map(str, sizes.values()))} = {product}" if len(sizes) > 1 else f"{product}"
-        raise ValueError(
-            f"a mesh with {named} has {count} ranks, but comm.size is {ranks}: "
-            f"give other sizes, or start {product} ranks"
-        )
-    return sizes

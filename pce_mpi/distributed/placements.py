@@ -1,15 +1,19 @@
-"""Placements, and how a length is split into balanced blocks.
+"""Placements, the sizes of dims, and how a length is split into balanced blocks.
 
 A placement says, for one dim of a mesh, how the ranks along that dim hold a global array. Placements are frozen values:
 compare them, hash them, print them. They know nothing of arrays or communicators.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+import math
 import operator
 from typing import Literal, get_args
 
 ReduceOperator = Literal["sum", "avg", "max", "min"]
 _OPERATORS = get_args(ReduceOperator)
+# The other named arguments of functions that take placements by dim.
+_TAKEN = ("dtype", "high", "loc", "low", "requires_grad", "scale", "seed", "shape", "src_rank", "xp")
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,3 +116,28 @@ def shard_range(length: int, parts: int, index: int) -> tuple[int, int]:
     quotient, longer = divmod(length, parts)
     start = index * quotient + min(index, longer)
     return start, start + quotient + (index < longer)
+
+
+def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str, int]:
+    """Return the sizes of the dims of a mesh, as int; their product must be `ranks` if that is given."""
+    if not dims:
+        raise ValueError("a mesh needs at least one dim, such as data=2")
+    sizes = {}
+    for dim, size in dims.items():
+        if dim in _TAKEN:
+            raise ValueError(f"a dim of a mesh cannot be called {dim!r}: functions take an argument of that name")
+        try:
+            sizes[dim] = operator.index(size)
+        except TypeError:
+            raise TypeError(f"the size of dim {dim!r} must be a whole number, got {size!r}") from None
+        if sizes[dim] < 1:
+            raise ValueError(f"the size of dim {dim!r} must be at least 1, got {size}")
+    product = math.prod(sizes.values())
+    if ranks is not None and product != ranks:
+        named = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
+        count = f"{' * '.join(map(str, sizes.values()))} = {product}" if len(sizes) > 1 else f"{product}"
+        raise ValueError(
+            f"a mesh with {named} has {count} ranks, but comm.size is {ranks}: "
+            f"give other sizes, or start {product} ranks"
+        )
+    return sizes

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.arrays import REAL, array_namespace, is_floating, is_real
 from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.tracing import cause, current_cause
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
-from pce_mpi.distributed.placements import Partial
+from pce_mpi.distributed.placements import Partial, Placement
 from pce_mpi.distributed.sharding import Coordinates, Step, within
 from pce_mpi.exact.arithmetic import current
 
@@ -85,3 +86,17 @@ def _overlap(a: tuple[slice, ...], b: tuple[slice, ...]) -> tuple[slice, ...]:
     starts = [max(x.start, y.start) for x, y in zip(a, b, strict=True)]
     stops = [min(x.stop, y.stop) for x, y in zip(a, b, strict=True)]
     return tuple(slice(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
+
+
+def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_grad: bool) -> Array:
+    """Return `array`; raise `TypeError` if its dtype has no meaning for these placements."""
+    dtype = array.dtype
+    if not is_real(dtype):
+        raise TypeError(f"a distributed array holds {REAL}, got {dtype}")
+    if requires_grad and not is_floating(dtype):
+        raise TypeError(f"only real numbers have a gradient, got {dtype}")
+    for placement in placements.values():
+        sums = isinstance(placement, Partial) and placement.operator in ("sum", "avg")
+        if sums and (dtype.kind == "b" or (placement == Partial("avg") and not is_floating(dtype))):
+            raise TypeError(f"{placement} of {dtype} has no meaning")
+    return array

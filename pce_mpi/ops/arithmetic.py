@@ -9,9 +9,9 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating, numpy_dtype
 from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Op, operands_of
+from pce_mpi.autograd.op import Op, operands_of, operation
 from pce_mpi.comm.tracing import cause
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import sum_to
 from pce_mpi.ops.elementwise import (
     elementwise_rule,

@@ -9,9 +9,9 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, operands_of
+from pce_mpi.autograd.op import Call, Op, operands_of, operation
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.kernels import layer_loops
 from pce_mpi.ops.broadcasting import local_extreme
 from pce_mpi.ops.elementwise import astype, widened_with_sums

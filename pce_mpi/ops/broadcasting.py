@@ -12,9 +12,9 @@ from typing import Any
 
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, of_array
+from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.exact.sums import reduced, total
 from pce_mpi.kernels import converted

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from pce_mpi import loss
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.autograd.op import operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.loss.chosen import chosen_logits, take_classes_backward
 from pce_mpi.loss.options import AxisOptions, ShardedAxisOptions, takes
 from pce_mpi.ops.primitive import Primitive

@@ -16,7 +16,8 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Op, Vjp
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.comm.doors import telling
-from pce_mpi.distributed.array import OPERATIONS, DistArray
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.ops.einsum import einsum
 from pce_mpi.ops.elementwise import abs
 from pce_mpi.ops.largest import argmax

@@ -7,7 +7,8 @@ from typing import Any, Unpack
 
 from pce_mpi import loss
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.autograd.op import operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.loss.divergence import divergence_of, kl_divergence_backward, prepare
 from pce_mpi.loss.options import DivergenceOptions, ShardedDivergenceOptions, takes
 from pce_mpi.ops.primitive import Primitive

@@ -12,9 +12,9 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, compute_dtype_of, is_floating, is_half, numpy_dtype
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op
+from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Rule
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact import functions
 from pce_mpi.kernels import converted, layer_loops
 from pce_mpi.kernels.elementary import two_product, two_sum

@@ -9,10 +9,10 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Call, Op
+from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.comm.tracing import cause
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.sums import reduced, scattered
 from pce_mpi.kernels import converted

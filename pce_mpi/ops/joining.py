@@ -16,10 +16,10 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Call, Op, of_array
+from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.comm.tracing import cause
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.sums import scattered
 from pce_mpi.kernels import converted
 from pce_mpi.ops.broadcasting import aligned

@@ -9,9 +9,9 @@ import numpy as np
 from pce_mpi import loss
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op
+from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.largest import checked_k, largest
 from pce_mpi.loss.options import AxisOptions, Options, ShardedAxisOptions, takes

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import of_array
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.autograd.op import of_array, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.loss.chunks import check_product
 from pce_mpi.loss.linear import loss_and_sums
 from pce_mpi.loss.options import LinearCrossEntropyOptions, Reduction, takes

@@ -7,8 +7,8 @@ from typing import Any, Unpack
 
 from pce_mpi import loss
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.autograd.op import Call, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.loss.chunks import Gradients, check_product
 from pce_mpi.loss.linear_statistics import LinearStatisticsResiduals, gradients_of, prepared, statistics_of_product
 from pce_mpi.loss.options import LinearSoftmaxOptions, LinearStatisticsOptions, Options, takes

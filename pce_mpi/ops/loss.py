@@ -7,8 +7,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from pce_mpi.arrays import is_half
-from pce_mpi.autograd.op import of_array, operands_of
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.autograd.op import of_array, operands_of, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.loss import softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.options import CrossEntropyOptions, takes

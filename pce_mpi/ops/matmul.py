@@ -11,9 +11,9 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op
+from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.products import product
 from pce_mpi.exact.sums import reduced
 from pce_mpi.ops.broadcasting import aligned, sum_to

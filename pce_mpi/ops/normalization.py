@@ -15,9 +15,9 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, of_array
+from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
 from pce_mpi.kernels import layer_loops
 from pce_mpi.ops.elementwise import astype, widened

@@ -14,9 +14,9 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, compute_dtype_of, is_floating, numpy_dtype
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, of_array
+from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator
 from pce_mpi.exact.sums import running_total
 from pce_mpi.kernels import converted, standard_arithmetic

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.autograd.op import Op, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.arithmetic import binary
 from pce_mpi.ops.broadcasting import sum_to
 from pce_mpi.ops.elementwise import elementwise_rule, gradient_op, library_function

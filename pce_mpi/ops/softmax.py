@@ -10,9 +10,9 @@ import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, is_floating
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, of_array
+from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axis, Rule
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.kernels import converted, standard_arithmetic
 from pce_mpi.kernels.softmax_state import StateFields
 from pce_mpi.loss.agreement import prepare

@@ -11,8 +11,8 @@ import numpy as np
 
 from pce_mpi import loss
 from pce_mpi.arrays import array_namespace
-from pce_mpi.autograd.op import Call
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.autograd.op import Call, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.loss.options import Options, StatisticsOptions, SupportedOptions, takes
 from pce_mpi.loss.problem import Problem
 from pce_mpi.loss.statistics import (

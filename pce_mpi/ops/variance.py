@@ -15,10 +15,10 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace, is_floating
 from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Call, Op, of_array
+from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.comm.tracing import cause
-from pce_mpi.distributed.array import DistArray, operation
+from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.sums import total
 from pce_mpi.ops.broadcasting import kept_shape, normalized_axes, reduction_rule, spread

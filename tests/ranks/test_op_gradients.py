@@ -13,7 +13,8 @@ from pce_mpi import Shard
 from pce_mpi.arrays import is_floating
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.recording import put_on_tape
-from pce_mpi.distributed.array import OPERATIONS, DistArray
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.distributed.sharding import Sharding
 from ranks.op_cases import (
     CASES,
