@@ -18,6 +18,8 @@ class Docstrings(griffe.Extension):
 
 
 def _prepare(thing: griffe.Object, public: re.Pattern[str], package: str) -> None:
+    if isinstance(thing, griffe.Function) and any("Unpack[" in str(each.annotation) for each in thing.parameters):
+        _show_options(thing)
     if thing.docstring is not None:
         # Griffe would show the default of the first one for all.
         text = re.sub(
@@ -27,17 +29,18 @@ def _prepare(thing: griffe.Object, public: re.Pattern[str], package: str) -> Non
             flags=re.M,
         )
         thing.docstring.value = public.sub(rf"[`\1`][{package}.\1]", text)
-    if isinstance(thing, griffe.Function) and any("Unpack[" in str(each.annotation) for each in thing.parameters):
-        _show_options(thing)
     for member in thing.members.values():
         if not member.is_alias:
             _prepare(member, public, package)
 
 
 def _show_options(function: griffe.Function) -> None:
-    """Replace `**options`, which is all that the source says, by the options that `inspect.signature` has."""
+    """Replace `**options`, which is all that the source says, by the options that Python shows, and their texts."""
     del function.parameters["options"]
-    for each in inspect.signature(locate(function.path)).parameters.values():
+    shown: Any = locate(function.path)
+    if function.docstring is not None:
+        function.docstring.value = inspect.cleandoc(shown.__doc__)
+    for each in inspect.signature(shown).parameters.values():
         if each.name not in function.parameters:
             kind = griffe.ParameterKind(each.kind.description)
             function.parameters.add(griffe.Parameter(each.name, kind=kind, default=repr(each.default)))

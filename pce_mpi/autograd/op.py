@@ -91,8 +91,7 @@ class Call:
 
     def dims(self, axes: Sequence[int], operand: int = 0) -> tuple[str, ...]:
         """Return the dims that shard `axes` of an operand."""
-        sharding = self.operands[operand]
-        return tuple(dim for dim in self.mesh.dims if any(dim in sharding.dims_of(axis) for axis in axes))
+        return self.operands[operand].dims_along(axes)
 
     @property
     def summed_comm(self) -> Any:

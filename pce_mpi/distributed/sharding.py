@@ -16,7 +16,7 @@ Everything else goes by way of Replicate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise, product
@@ -96,6 +96,10 @@ class Sharding:
     def dims_of(self, axis: int) -> tuple[str, ...]:
         """Return the dims that shard `axis`, in mesh order."""
         return self._dims_of[axis]
+
+    def dims_along(self, axes: Collection[int]) -> tuple[str, ...]:
+        """Return the dims that shard one of `axes`, in mesh order."""
+        return tuple(dim for dim, placement in self.by_dim.items() if any(placement == Shard(axis) for axis in axes))
 
     @cached_property
     def summed_dims(self) -> tuple[str, ...]:

@@ -103,38 +103,6 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
         logits on a GPU, and so may `weight`.
     axis : int, default -1
         The class axis of `logits`.
-    ignore_index : int, default -100
-        A row with this target counts for nothing and has a zero gradient.
-    logit_scale : float, default 1.0
-        The loss is taken of z = logit_scale x, x being the logits.
-    softcap : float, optional
-        The loss is taken of z = softcap tanh(logit_scale x / softcap).
-    compute_dtype : dtype, optional
-        Dtype of the arithmetic and of the loss: float32, or float64 for float64 logits, unless given.
-    weight : array of real numbers, shape (local classes,), optional
-        The weights of this shard's classes.
-    label_smoothing : float, default 0.0
-        In [0, 1], over the classes of all shards.
-    z_loss : float, default 0.0
-        Adds z_loss logsumexp(z)**2 to each row.
-    margin : tuple of three floats, optional
-        With (m1, m2, m3), z of the target is logit_scale (cos(m1 arccos x + m2) - m3), for logits that are cosines:
-        (m1, 0, 0) is SphereFace, (1, m2, 0) ArcFace, (1, 0, m3) CosFace. Each is at most 1,000 by size. Needs class
-        numbers, and no softcap. Unless m1 is 1 and m2 is 0, a target beyond [-1, 1] counts as -1 or 1; its derivative
-        there is the limit, or 0 if the limit is infinite.
-    reduction : {"mean", "sum", "none"}, default "mean"
-        `"mean"` divides the sum over the rows by the sum of w_t over the rows that are not ignored, or by the number of
-        rows for probabilities.
-    comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
-        The communicator over which the classes are sharded. Without it the call is one process's and needs no MPI, and
-        neither does a process group, whose backend for the CPU, such as gloo, gathers what MPI would reduce.
-    class_start : int, optional
-        The global number of this shard's first class. Without it the shards follow each other in rank order.
-    num_classes : int, optional
-        The number of classes of all shards, to be checked. Without it, shards with equal logits are refused: they may
-        be gathered logits.
-    batch_comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
-        The communicator over which the rows are sharded: `"sum"` and `"mean"` are over the rows of all its ranks.
 
     Returns
     -------
@@ -184,12 +152,6 @@ def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[L
     ----------
     logits, targets : array
         Those of `softmax_cross_entropy`. Logits and probabilities must not change until the backward pass.
-    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
-        Those of `softmax_cross_entropy`.
-    weight, label_smoothing, z_loss, margin, reduction : optional
-        Those of `softmax_cross_entropy`.
-    comm, class_start, num_classes, batch_comm : optional
-        Those of `softmax_cross_entropy`.
 
     Returns
     -------
@@ -274,12 +236,6 @@ def softmax_cross_entropy_value_and_grad(
     out : array of a floating dtype, optional
         The array for the gradient. It has the logits' shape and is exactly the logits, which are then overwritten, or
         shares no memory with another argument.
-    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
-        Those of `softmax_cross_entropy`.
-    weight, label_smoothing, z_loss, margin, reduction : optional
-        Those of `softmax_cross_entropy`.
-    comm, class_start, num_classes, batch_comm : optional
-        Those of `softmax_cross_entropy`.
 
     Returns
     -------

@@ -40,8 +40,6 @@ def take_classes(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -
         Global class numbers, the same on every rank: the logits' shape with any number of classes in place of the class
         axis, as `top_k` gives them. A class may be chosen more than once. They may be on the host beside logits on a
         GPU.
-    axis, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
 
     Returns
     -------
@@ -90,8 +88,6 @@ def take_classes_forward(logits: Any, ids: Any, **options: Unpack[ShardedAxisOpt
     ----------
     logits, ids : array
         Those of `take_classes`.
-    axis, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
 
     Returns
     -------

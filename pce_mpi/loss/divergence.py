@@ -47,19 +47,13 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     ----------
     student, teacher : array of float16, bfloat16, float32 or float64
         The logits of this rank's classes, of one shape; dtypes may differ.
-    axis : int, default -1
-        The class axis.
-    direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
-        The divergence.
     logit_scale : float, default 1.0
         The factor of both logits, from 2**-64 to 2**64: 1 / T for a temperature T.
-    rows : array of bool, optional
-        True for rows that count, shaped as the logits without the class axis; the same on every rank of `comm`. Other
-        rows have the divergence 0 and zero gradients, whatever their logits are.
     reduction : {"mean", "sum", "none"}, default "mean"
         `"mean"` divides by the number of rows that count; if there are none it is `nan`.
-    compute_dtype, comm, class_start, num_classes, batch_comm : optional
-        Those of `softmax_cross_entropy`. With float64 logits, of the student or the teacher, it computes in float64.
+    compute_dtype : dtype, optional
+        Dtype of the divergence: float32, or float64 for float64 logits, unless given. If the student or the teacher is
+        float64, it is computed in float64.
 
     Returns
     -------
@@ -126,7 +120,7 @@ class DivergenceResiduals(PassResiduals):
     loss_shape: tuple[int, ...]
 
 
-@takes(ShardedDivergenceOptions)
+@takes(ShardedDivergenceOptions, like=kl_divergence)
 @tensors_for_tensors
 def kl_divergence_forward(
     student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]
@@ -137,10 +131,6 @@ def kl_divergence_forward(
     ----------
     student, teacher : array
         Those of `kl_divergence`. They must not change until the last backward pass.
-    axis, direction, logit_scale, rows, reduction, compute_dtype : optional
-        Those of `kl_divergence`.
-    comm, class_start, num_classes, batch_comm : optional
-        Those of `softmax_cross_entropy`.
 
     Returns
     -------
@@ -228,7 +218,7 @@ def kl_divergence_backward(
     return gradient if out is None else out
 
 
-@takes(ShardedDivergenceOptions)
+@takes(ShardedDivergenceOptions, like=kl_divergence)
 @tensors_for_tensors
 def kl_divergence_value_and_grad(
     student: Any, teacher: Any, *, out: Any = None, **options: Unpack[ShardedDivergenceOptions]
@@ -245,10 +235,6 @@ def kl_divergence_value_and_grad(
     out : array of a floating dtype, optional
         The array for the gradient. It has the student's shape and is exactly its logits, which are then overwritten, or
         shares no memory with another argument.
-    axis, direction, logit_scale, rows, reduction, compute_dtype : optional
-        Those of `kl_divergence`.
-    comm, class_start, num_classes, batch_comm : optional
-        Those of `softmax_cross_entropy`.
 
     Returns
     -------

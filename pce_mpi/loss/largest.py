@@ -41,8 +41,6 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
         Those of `softmax_cross_entropy`, or integers or bool.
     k : int
         How many, at least 1 and at most the number of classes of all shards; the same on every rank.
-    axis, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
 
     Returns
     -------
@@ -81,8 +79,6 @@ def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
     ----------
     logits : array of real numbers
         Those of `top_k`.
-    axis, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
 
     Returns
     -------

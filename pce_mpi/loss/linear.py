@@ -58,18 +58,6 @@ def linear_cross_entropy_value_and_grad(
         This shard's classes; `w.T` of an array (classes, features) is accepted as it is.
     targets : array of integers, shape (...)
         Class numbers: global, the same on every rank of `comm`.
-    ignore_index, logit_scale, softcap, compute_dtype, weight, label_smoothing, z_loss, margin, reduction : optional
-        Those of `softmax_cross_entropy`.
-    comm, class_start, num_classes, batch_comm : optional
-        Those of `softmax_cross_entropy`.
-    bias : array of the dtype of `hidden`, shape (local classes,), optional
-        The bias of this shard's classes.
-    chunk : int, optional
-        The number of rows of logits that are held at once, at least 2 if there are other ranks; the same on every rank.
-        The default is 512, or 4,096 on a GPU.
-    rounded_gradient : bool, default False
-        Round the gradient of the logits of halves to their dtype before it is multiplied. On a GPU that takes three
-        products rather than five. Other dtypes are not rounded.
 
     Returns
     -------

@@ -55,10 +55,6 @@ def linear_class_statistics(
     ----------
     hidden, w, targets : array
         Those of `linear_class_statistics_forward`.
-    ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
-    bias, chunk, rounded_gradient : optional
-        Those of `linear_cross_entropy_value_and_grad`.
 
     Returns
     -------
@@ -117,10 +113,6 @@ def linear_class_statistics_forward(
         Those of `linear_cross_entropy_value_and_grad`. They must not change until the backward pass.
     targets : array of integers, shape (...), optional
         Class numbers: global, the same on every rank of `comm`; only `log_prob` needs them.
-    ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
-    bias, chunk, rounded_gradient : optional
-        Those of `linear_cross_entropy_value_and_grad`.
 
     Returns
     -------

@@ -1,13 +1,14 @@
-"""The options of the losses: their names, types, defaults and values."""
+"""The options of the losses, in one table: `Options`. The TypedDicts before it say which calls take them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import lru_cache
 import inspect
 import math
+import re
 import sys
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
@@ -53,40 +54,40 @@ class Direction(StrEnum):
 class TransformOptions(TypedDict, total=False):
     """The rows that count, and the function of the logits that the softmax is taken of."""
 
-    ignore_index: int  # a row with this target counts for nothing and has a zero gradient
-    logit_scale: float  # the loss is taken of z = logit_scale x,
-    softcap: float | None  # or of z = softcap tanh(logit_scale x / softcap)
-    compute_dtype: Any  # float32 or float64: the dtype of the arithmetic and of the loss
+    ignore_index: int
+    logit_scale: float
+    softcap: float | None
+    compute_dtype: Any
 
 
 class TermOptions(TypedDict, total=False):
     """The terms of a loss."""
 
-    weight: Any  # one weight for each class
-    label_smoothing: float  # in [0, 1], over the classes of all shards
-    z_loss: float  # adds z_loss logsumexp(z)**2 to each row
-    margin: tuple[float, float, float] | None  # z of a target is logit_scale (cos(m1 arccos x + m2) - m3)
-    reduction: str  # "none", "sum" or "mean"
+    weight: Any
+    label_smoothing: float
+    z_loss: float
+    margin: tuple[float, float, float] | None
+    reduction: str
 
 
 class ShardOptions(TypedDict, total=False):
     """The place of a shard among all classes."""
 
-    comm: Comm | None  # the communicator over which the classes are sharded
-    class_start: int | None  # the global number of this shard's first class
-    num_classes: int | None  # the number of classes of all shards
+    comm: Comm | None
+    class_start: int | None
+    num_classes: int | None
 
 
 class BatchOptions(TypedDict, total=False):
     """The place of this rank's rows among all rows."""
 
-    batch_comm: Comm | None  # the communicator over which the rows are sharded
+    batch_comm: Comm | None
 
 
 class AxisOptions(TypedDict, total=False):
     """The shape of the logits."""
 
-    axis: int  # the class axis of the logits
+    axis: int
 
 
 class SoftmaxOptions(AxisOptions, TransformOptions, total=False):
@@ -100,8 +101,8 @@ class CrossEntropyOptions(SoftmaxOptions, TermOptions, total=False):
 class SupportOptions(TypedDict, total=False):
     """The classes that the softmax is taken over."""
 
-    support: Any  # (ids, offsets) of the classes of each row
-    outside: str  # "raise", "-inf" or "add": the meaning of a target outside its support
+    support: Any
+    outside: str
 
 
 class SupportedOptions(SoftmaxOptions, SupportOptions, total=False):
@@ -123,11 +124,11 @@ class LossOptions(CrossEntropyOptions, ShardOptions, BatchOptions, total=False):
 class DivergenceOptions(AxisOptions, total=False):
     """The options of `kl_divergence` on distributed arrays."""
 
-    direction: str  # "forward", "reverse" or "jensen-shannon"
-    logit_scale: float  # both softmaxes are taken of logit_scale x
-    rows: Any  # the rows that count
-    reduction: str  # "none", "sum" or "mean"
-    compute_dtype: Any  # float32 or float64: the dtype of the divergence
+    direction: str
+    logit_scale: float
+    rows: Any
+    reduction: str
+    compute_dtype: Any
 
 
 class ShardedDivergenceOptions(DivergenceOptions, ShardOptions, BatchOptions, total=False):
@@ -137,9 +138,9 @@ class ShardedDivergenceOptions(DivergenceOptions, ShardOptions, BatchOptions, to
 class ProductOptions(TypedDict, total=False):
     """The logits as a product."""
 
-    bias: Any  # one number for each class, which is added to `hidden @ w`
-    chunk: int | None  # so many rows of logits are held at once
-    rounded_gradient: bool  # the gradient of the logits is rounded to halves before it is multiplied
+    bias: Any
+    chunk: int | None
+    rounded_gradient: bool
 
 
 class LinearCrossEntropyOptions(TransformOptions, TermOptions, ProductOptions, total=False):
@@ -158,35 +159,160 @@ class LinearOptions(TransformOptions, TermOptions, ShardOptions, BatchOptions, P
     """The options of the loss of `hidden @ w`, of plain arrays."""
 
 
+Check: TypeAlias = Callable[[Any, str], Any]
+
+
+def _checked(kind: Callable[[Any, str], Any], accepts: Callable[[Any], bool], words: str) -> Check:
+    def check(value: Any, name: str) -> Any:
+        if not accepts(checked := kind(value, name)):
+            raise ValueError(f"{name} must be {words}, got {checked!r}")
+        return checked
+
+    return check
+
+
+def _count(least: int) -> Check:
+    return _or_none(_checked(integer, lambda number: least <= number <= _LARGEST, f"at least {least} and fit 64 bits"))
+
+
+def _one_of(kind: type[StrEnum]) -> Check:
+    *others, last = (repr(str(each)) for each in kind)
+    words = f"{', '.join(others)} or {last}"
+    return _checked(lambda value, name: value, lambda value: isinstance(value, str) and value in list(kind), words)
+
+
+def _margin(value: Any, name: str) -> tuple[float, ...]:
+    if not isinstance(value, tuple | list) or len(value) != 3:
+        raise TypeError(f"{name} must be three numbers, (m1, m2, m3), as (1, 0.5, 0) for ArcFace, got {value!r}")
+    check = _checked(real, lambda number: abs(number) <= _LARGEST_MARGIN, f"at most {_LARGEST_MARGIN:g} by size")
+    return tuple(check(each, f"{name}[{index}]") for index, each in enumerate(value))
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value, name: None if value is None else check(value, name)
+
+
+def _option(default: Any, check: Check | None = None, **kit: Any) -> Any:
+    """Return a row of the table: `check` gives the value that kernels take, the same on every rank, or raises.
+
+    If `catches` says what it catches, the conformance kit has a case with this option alone, of the value `sample`.
+    """
+    return field(default=default, metadata={"check": check, **kit})
+
+
+_POSITIVE = _checked(real, lambda number: 0.0 < number < math.inf, "positive and finite")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of one call with their defaults.
+    """The options of one call: for each its default, check and text, which `help` shows for every call that takes it.
 
     `over` and `batch_over` are the names of `comm` and `batch_comm` in the trace and in errors; `found` has the error
     of earlier checks, if one has failed. `support_rows` has the number of rows that `support` has, and the numbers of
     those that are passed; None if these are all.
+
+    Attributes
+    ----------
+    axis : int, default -1
+        The class axis of the logits.
+    weight : array of real numbers, shape (local classes,), optional
+        The weights of this shard's classes.
+    ignore_index : int, default -100
+        A row with this target counts for nothing and has a zero gradient.
+    label_smoothing : float, default 0.0
+        In [0, 1], over the classes of all shards.
+    z_loss : float, default 0.0
+        Adds z_loss logsumexp(z)**2 to each row.
+    logit_scale : float, default 1.0
+        The loss is taken of z = logit_scale x, x being the logits.
+    softcap : float, optional
+        The loss is taken of z = softcap tanh(logit_scale x / softcap).
+    margin : tuple of three floats, optional
+        With (m1, m2, m3), z of the target is logit_scale (cos(m1 arccos x + m2) - m3), for logits that are cosines:
+        (m1, 0, 0) is SphereFace, (1, m2, 0) ArcFace, (1, 0, m3) CosFace. Each is at most 1,000 by size. Needs class
+        numbers, and no softcap. Unless m1 is 1 and m2 is 0, a target beyond [-1, 1] counts as -1 or 1; its derivative
+        there is the limit, or 0 if the limit is infinite.
+    reduction : {"mean", "sum", "none"}, default "mean"
+        `"mean"` divides the sum over the rows by the sum of w_t over the rows that are not ignored, or by the number of
+        rows for probabilities.
+    compute_dtype : dtype, optional
+        Dtype of the arithmetic and of the loss: float32, or float64 for float64 logits, unless given.
+    comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
+        The communicator over which the classes are sharded. Without it the call is one process's and needs no MPI, and
+        neither does a process group, whose backend for the CPU, such as gloo, gathers what MPI would reduce.
+    class_start : int, optional
+        The global number of this shard's first class. Without it the shards follow each other in rank order.
+    num_classes : int, optional
+        The number of classes of all shards, to be checked. Without it, shards with equal logits are refused: they may
+        be gathered logits.
+    batch_comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
+        The communicator over which the rows are sharded: `"sum"` and `"mean"` are over the rows of all its ranks.
+    bias : array of the dtype of `hidden`, shape (local classes,), optional
+        The bias of this shard's classes.
+    chunk : int, optional
+        The number of rows of logits that are held at once, at least 2 if there are other ranks; the same on every rank.
+        The default is 512, or 4,096 on a GPU.
+    rounded_gradient : bool, default False
+        Round the gradient of the logits of halves to their dtype before it is multiplied. On a GPU that takes three
+        products rather than five. Other dtypes are not rounded.
+    direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
+        The divergence.
+    rows : array of bool, optional
+        True for rows that count, shaped as the logits without the class axis; the same on every rank of `comm`. Other
+        rows have the divergence 0 and zero gradients, whatever their logits are.
+    support : (ids, offsets), optional
+        The classes that the softmax is taken over: those of row r, counted in the order of the logits without the class
+        axis, are `ids[offsets[r]:offsets[r + 1]]`, global numbers in any order, none twice. Arrays of integers, the
+        same on every rank, also on the host beside logits on a GPU.
+    outside : {"raise", "-inf", "add"}, default "raise"
+        A target outside its support is an error; or has a log-probability of -inf, whose gradient is that of -logsumexp
+        of the support; or the support has one class more, the target. Several targets are all added to their row's.
     """
 
     operation: str
-    axis: int = -1
-    ignore_index: int = -100
-    logit_scale: float = 1.0
-    softcap: float | None = None
+    axis: int = _option(-1, integer)
+    weight: Any = _option(  # noqa: RUF009
+        None, catches="Class weights: a rank has those of its own classes, and needs that of the target."
+    )
+    ignore_index: int = _option(
+        -100,
+        integer,
+        catches="Ignored rows, a third of all: they count neither in the sum nor in the divisor of the mean.",
+    )
+    label_smoothing: float = _option(
+        0.0,
+        _checked(real, lambda number: 0.0 <= number <= 1.0, "in [0, 1]"),
+        sample=0.125,
+        catches="Smoothing that is spread over this rank's classes, or whose sum is not reduced over ranks (Megatron, "
+        "TransformerEngine).",
+    )
+    z_loss: float = _option(
+        0.0,
+        _checked(real, math.isfinite, "finite"),
+        sample=1e-2,
+        catches="z_loss * logsumexp**2, logsumexp over all ranks, and its gradient, 2 * z_loss * logsumexp * softmax.",
+    )
+    logit_scale: float = _option(
+        1.0, _POSITIVE, sample=0.75, catches="A scale on the logits: the gradient has it as a factor once more."
+    )
+    softcap: float | None = _option(
+        None,
+        _or_none(_POSITIVE),
+        sample=5.0,
+        catches="A soft cap on the logits: the gradient has the derivative of tanh as a factor.",
+    )
+    margin: tuple[float, float, float] | None = _option(None, _or_none(_margin))
+    reduction: str = _option("mean", _one_of(Reduction))
     compute_dtype: Any = None
-    weight: Any = None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    margin: tuple[float, float, float] | None = None
-    reduction: str = "mean"
     comm: Any = None
-    class_start: int | None = None
-    num_classes: int | None = None
+    class_start: int | None = _option(None, _count(0))
+    num_classes: int | None = _option(None, _count(1))
     batch_comm: Any = None
-    direction: str = "forward"
+    direction: str = _option("forward", _one_of(Direction))
     rows: Any = None
     bias: Any = None
-    chunk: int | None = None
-    rounded_gradient: bool = False
+    chunk: int | None = _option(None, _count(1))
+    rounded_gradient: bool = _option(False, flag)
     support: Any = None
     outside: str = "raise"
     support_rows: Any = None
@@ -222,8 +348,25 @@ class Options:
         return options
 
 
-def takes(known: type[Any]) -> Callable[[Function], Function]:
-    """Make `help` and `inspect.signature` show the options of the TypedDict `known`, with their defaults."""
+ROWS = {each.name: each.metadata for each in fields(Options)}
+_CHECKS = {name: row["check"] for name, row in ROWS.items() if row.get("check")}
+_NUMBERS = {*_CHECKS, "compute_dtype"}
+# An entry of a docstring whose indentation is removed: the names, then the text.
+_ENTRY = re.compile(r"^(\w[\w, ]*) : .*\n(?:    .*\n)+", re.MULTILINE)
+
+
+def _entries(text: str) -> dict[str, str]:
+    return {found[1]: found[0] for found in _ENTRY.finditer(text)}
+
+
+_TEXTS = _entries(inspect.cleandoc(Options.__doc__ or "") + "\n")
+
+
+def takes(known: type[Any], like: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
+    """Make `help` and `inspect.signature` show the options of the TypedDict `known`, with defaults and meaning.
+
+    An option that the docstring does not describe means the same as for the function `like`, or in `Options`.
+    """
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
@@ -233,6 +376,13 @@ def takes(known: type[Any]) -> Callable[[Function], Function]:
             for name in known.__annotations__
         ]
         function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+        if function.__doc__:
+            begin, title, rest = inspect.cleandoc(function.__doc__).partition("Parameters\n----------\n")
+            section, _, end = rest.partition("\n\n")
+            texts = {**_TEXTS, **_entries(like.__doc__ or "" if like else "")}
+            texts |= (own := _entries(section + "\n"))
+            names = [*(name for name in own if name not in known.__annotations__), *known.__annotations__]
+            function.__doc__ = f"{begin}{title}{''.join(texts[name] for name in names)}\n{end}\n"
         return function
 
     return decorate
@@ -262,69 +412,24 @@ def checked_numbers(options: Options, ndim: int, dtype: np.dtype[Any]) -> Number
 
 
 _UNCHANGING = {int, float, bool, str, Reduction, type(None), type}
-_ALL = (LossOptions, LinearOptions, DivergenceOptions)
-_NUMBERS = {name for each in _ALL for name in each.__annotations__} - {"weight", "bias", "rows", "comm", "batch_comm"}
 
 
 @lru_cache(maxsize=256, typed=True)
 def _check_numbers(ndim: int, dtype: np.dtype[Any], **given: Any) -> Numbers:
     options = Options._of(given)
-    axis = integer(options.axis, "axis")
+    values = {name: check(getattr(options, name), name) for name, check in _CHECKS.items()}
+    del values["class_start"], values["num_classes"]  # each rank's own
+    axis, margin, softcap = values["axis"], values["margin"], values["softcap"]
     if not -ndim <= axis < ndim:
         raise ValueError(f"axis = {axis} is out of bounds for logits of {ndim} dimensions")
-    ignore_index = integer(options.ignore_index, "ignore_index")
-    label_smoothing = real(options.label_smoothing, "label_smoothing")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    logit_scale = real(options.logit_scale, "logit_scale")
-    softcap = None if options.softcap is None else real(options.softcap, "softcap")
-    for name, value in (("logit_scale", logit_scale), ("softcap", softcap)):
-        if value is not None and not 0.0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
-    z_loss = real(options.z_loss, "z_loss")
-    if not math.isfinite(z_loss):
-        raise ValueError(f"z_loss must be finite, got {z_loss}")
-    margin = None if options.margin is None else _checked_margin(options.margin)
     if margin is not None and softcap is not None:
         raise ValueError(f"margin and softcap exclude each other, got margin = {margin} and softcap = {softcap}")
-    reduction, chunk = options.reduction, options.chunk
-    if not isinstance(reduction, str) or reduction not in list(Reduction):
-        raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
-    if not isinstance(options.direction, str) or options.direction not in list(Direction):
-        raise ValueError(f"direction must be 'forward', 'reverse' or 'jensen-shannon', got {options.direction!r}")
-    for name, least in (("class_start", 0), ("num_classes", 1), ("chunk", 1)):
-        count = getattr(options, name)
-        if count is not None and not least <= integer(count, name) <= _LARGEST:
-            raise ValueError(f"{name} must be at least {least} and fit 64 bits, got {count}")
-    values = {
-        "compute_dtype": compute_dtype_of(dtype, options.compute_dtype),
-        "axis": axis % ndim,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "margin": margin,
-        "logit_scale": logit_scale,
-        "softcap": softcap,
-        "reduction": Reduction(reduction),
-        "direction": Direction(options.direction),
-        "chunk": None if chunk is None else integer(chunk, "chunk"),
-        "rounded_gradient": flag(options.rounded_gradient, "rounded_gradient"),
-    }
+    values |= {"axis": axis % ndim, "compute_dtype": compute_dtype_of(dtype, options.compute_dtype)}
     precision = DOUBLE if values["compute_dtype"] == np.float64 else SINGLE
-    return Numbers(values, Transform(logit_scale, softcap, margin or NO_MARGIN), precision)
+    return Numbers(values, Transform(values["logit_scale"], softcap, margin or NO_MARGIN), precision)
 
 
 def check_scale_is_near(options: Options) -> None:
     """Raise unless products with the scale, and with its inverse, stay far from the limits of float64."""
     if not 2.0**-64 <= options.logit_scale <= 2.0**64:
         raise ValueError(f"logit_scale must be from 2**-64 to 2**64, got {options.logit_scale}")
-
-
-def _checked_margin(margin: Any) -> tuple[float, float, float]:
-    if not isinstance(margin, tuple | list) or len(margin) != 3:
-        raise TypeError(f"margin must be three numbers, (m1, m2, m3), as (1, 0.5, 0) for ArcFace, got {margin!r}")
-    m1, m2, m3 = (real(value, f"margin[{index}]") for index, value in enumerate(margin))
-    for index, value in enumerate((m1, m2, m3)):
-        if not abs(value) <= _LARGEST_MARGIN:
-            raise ValueError(f"margin[{index}] must be at most {_LARGEST_MARGIN:g} by size, got {value}")
-    return m1, m2, m3

@@ -70,15 +70,6 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     targets : array of integers, optional
         The class numbers of `softmax_cross_entropy`, or several a row, in place of the class axis, as `top_k` gives
         them; only `log_prob` needs them. An `ignore_index` among several counts for nothing by itself.
-    axis, ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
-    support : (ids, offsets), optional
-        The classes that the softmax is taken over: those of row r, counted in the order of the logits without the class
-        axis, are `ids[offsets[r]:offsets[r + 1]]`, global numbers in any order, none twice. Arrays of integers, the
-        same on every rank, also on the host beside logits on a GPU.
-    outside : {"raise", "-inf", "add"}, default "raise"
-        A target outside its support is an error; or has a log-probability of -inf, whose gradient is that of -logsumexp
-        of the support; or the support has one class more, the target. Several targets are all added to their row's.
 
     Returns
     -------
@@ -146,10 +137,6 @@ def class_statistics_forward(
     ----------
     logits, targets : array
         Those of `class_statistics`. Logits must not change until the backward pass.
-    axis, ignore_index, logit_scale, softcap, compute_dtype, comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`.
-    support, outside : optional
-        Those of `class_statistics`.
 
     Returns
     -------

@@ -31,15 +31,11 @@ def take_classes(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -
     ----------
     logits : DistArray or array
         A distributed array, which is reduced first if it is Partial; or this rank's classes of the same rows, as
-        `softmax_cross_entropy` takes them.
+        `softmax_cross_entropy` takes them. Only these take `comm`, `class_start` and `num_classes`.
     ids : DistArray or array of integers
         Class numbers: the logits' shape with any number of classes in place of the class axis, as `top_k` gives them. A
         class may be chosen more than once. Beside a distributed array they are global, and placed as its rows are;
         beside plain shards the same on every rank, also on the host beside logits on a GPU.
-    axis : int, default -1
-        The class axis.
-    comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`; of plain shards alone.
 
     Returns
     -------

@@ -24,7 +24,7 @@ _KL_DIVERGENCE = Primitive(
 
 
 @operation
-@takes(ShardedDivergenceOptions)
+@takes(ShardedDivergenceOptions, like=loss.kl_divergence)
 def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]) -> Any:
     """Compute the divergence of two softmaxes over all classes, in nats: of distributed arrays, or of plain shards.
 
@@ -42,13 +42,8 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     student, teacher : DistArray or array of float16, bfloat16, float32 or float64
         Logits of one shape; dtypes may differ. At least one is a distributed array, and a plain array beside it is
         global and placed as it is; those that are Partial are reduced first. Or both are this rank's classes of the
-        same rows, as `softmax_cross_entropy` takes them.
-    axis : int, default -1
-        The class axis.
-    direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
-        The divergence.
-    logit_scale : float, default 1.0
-        The factor of both logits, from 2**-64 to 2**64: 1 / T for a temperature T.
+        same rows, as `softmax_cross_entropy` takes them. Only these take `comm`, `class_start`, `num_classes` and
+        `batch_comm`.
     rows : DistArray or array of bool, optional
         True for rows that count, shaped as the logits without the class axis: global beside a distributed array, else
         the same on every rank of `comm`. Other rows have the divergence 0 and zero gradients, whatever their logits
@@ -56,10 +51,6 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     reduction : {"mean", "sum", "none"}, default "mean"
         `"mean"` divides by the number of rows that count; if there are none it is `nan`. Sums and means are over all
         rows of all ranks.
-    compute_dtype : optional
-        That of `softmax_cross_entropy`. With float64 logits, of the student or the teacher, it computes in float64.
-    comm, class_start, num_classes, batch_comm : optional
-        Those of `softmax_cross_entropy`; of plain shards alone.
 
     Returns
     -------

@@ -22,28 +22,23 @@ Array = Any  # numpy.ndarray or cupy.ndarray
 Shape = tuple[int, ...]
 
 
-def _rule(shape: Shape, axis: int, k: int) -> Rule:
-    labels = tuple(map(Axis, range(len(shape))))
-    return Rule(
-        (labels,), axes_of("rn", axis, labels), (*shape[:axis], k, *shape[axis + 1 :]), merged=frozenset({axis})
-    )
-
-
-def _argmax_rule(shape: Shape, axis: int) -> Rule:
-    labels = tuple(map(Axis, range(len(shape))))
-    return Rule((labels,), axes_of("r", axis, labels), shape[:axis] + shape[axis + 1 :], merged=frozenset({axis}))
+def _rule(shape: Shape, axis: int, k: int | None = None) -> Rule:
+    labels, found = tuple(map(Axis, range(len(shape)))), () if k is None else (k,)
+    result = axes_of("r" if k is None else "rn", axis, labels)
+    return Rule((labels,), result, (*shape[:axis], *found, *shape[axis + 1 :]), merged=frozenset({axis}))
 
 
 def _top_k(call: Call, x: Array, axis: int, k: int) -> tuple[Array, Array]:
     with standard_arithmetic():
-        found = largest(sharded_options(call, "top_k", [axis], axis=axis), x, k)
+        found = largest(sharded_options(call.mesh, call.operands, "top_k", [axis], axis=axis), x, k)
     call.residuals = found[1]
     return found
 
 
 def _argmax(call: Call, x: Array, axis: int) -> Array:
     with standard_arithmetic():
-        return largest(sharded_options(call, "argmax", [axis], axis=axis), x, 1)[1].squeeze(axis)
+        options = sharded_options(call.mesh, call.operands, "argmax", [axis], axis=axis)
+        return largest(options, x, 1)[1].squeeze(axis)
 
 
 def _put_rule(g: Shape, classes: Shape, x: Shape, axis: int) -> Rule:
@@ -72,7 +67,7 @@ def _to_operand(g: DistArray, y: DistArray, x: DistArray, axis: int, k: int, res
 
 
 _TOP_K = Op("top_k", _top_k, (_to_operand,), _rule, uses=[()])
-_ARGMAX = Op("argmax", _argmax, rule=_argmax_rule, dtype=lambda _: np.int64)
+_ARGMAX = Op("argmax", _argmax, rule=_rule, dtype=lambda _: np.int64)
 
 
 @operation
@@ -84,13 +79,12 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
     ----------
     logits : DistArray or array of real numbers
         A distributed array, which is reduced first if it is Partial; or this rank's classes of the same rows, as
-        `softmax_cross_entropy` takes them. Integers and bool are accepted too.
+        `softmax_cross_entropy` takes them. Only these take `comm`, `class_start` and `num_classes`. Integers and bool
+        are accepted too.
     k : int
         How many, at least 1 and at most the length of the axis over all shards; the same on every rank.
     axis : int, default -1
         The axis, or the class axis.
-    comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`; of plain shards alone.
 
     Returns
     -------
@@ -146,8 +140,6 @@ def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Any:
         Those of `top_k`.
     axis : int, default -1
         The axis, or the class axis. (`numpy.argmax` of a distributed array is over all elements unless told an axis.)
-    comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`; of plain shards alone.
 
     Returns
     -------

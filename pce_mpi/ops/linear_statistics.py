@@ -84,16 +84,14 @@ def linear_class_statistics(
         Features of a distributed array are gathered first if they are sharded.
     w : DistArray or array of the dtype of `hidden`, shape (features, classes)
         Distributed as `hidden` is or is not. Sharded by classes, it stays so. A plain array has this rank's classes.
+        Only plain arrays take `comm`, `class_start` and `num_classes`.
     targets : DistArray or array of integers, shape (...), optional
         Class numbers; only `log_prob` needs them. The array is global and is placed as the rows of `hidden` are.
-    ignore_index, logit_scale, softcap, compute_dtype : optional
-        Those of `softmax_cross_entropy`.
-    comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`; of plain arrays alone.
     bias : DistArray or array of the dtype of `hidden`, shape (classes,), optional
         Sharded as the classes are.
-    chunk, rounded_gradient : optional
-        Those of `linear_cross_entropy_value_and_grad`; inside `reproducible` nothing is rounded.
+    rounded_gradient : bool, default False
+        Round the gradient of the logits of halves to their dtype before it is multiplied; not inside `reproducible`. On
+        a GPU that takes three products rather than five.
 
     Returns
     -------

@@ -32,7 +32,8 @@ CROSS_ENTROPY = Primitive(
 def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntropyOptions]) -> DistArray:
     """Compute the softmax cross entropy of a distributed array, in nats, wherever its axes are sharded.
 
-    The formula is that of `softmax_cross_entropy`. Only the logits have a gradient.
+    The formula is that of `softmax_cross_entropy`. Sums and means are over all rows of all ranks. Only the logits have
+    a gradient.
 
     Parameters
     ----------
@@ -41,12 +42,8 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     targets : DistArray or array
         Class numbers with the logits' shape without the class axis, or probabilities shaped as the logits. The array
         is global and is placed as the logits are: plain arrays are sliced, which communicates nothing.
-    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
-        Those of `softmax_cross_entropy`.
     weight : DistArray or array, shape (classes,), optional
         The weights of all classes, placed as `targets` is.
-    label_smoothing, z_loss, margin, reduction : optional
-        Those of `softmax_cross_entropy`. Sums and means are over all rows of all ranks.
 
     Returns
     -------

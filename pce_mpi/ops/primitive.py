@@ -16,7 +16,9 @@ from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Shard
+from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.chunks import check_product
 from pce_mpi.loss.options import Options, Reduction
@@ -189,7 +191,8 @@ def op_of(primitive: Primitive, names: tuple[str, ...]) -> Op:
             options[name] = given.pop(name, None)
         rows = [index for index in range(arrays[0].ndim) if index != axis]
         classes = axis if axes[of_classes] == "rc" else 1
-        checked = sharded_options(call, primitive.name, [classes], rows, classes_of=of_classes, axis=axis, **options)
+        where = {"classes_of": of_classes, "axis": axis}
+        checked = sharded_options(call.mesh, call.operands, primitive.name, [classes], rows, **where, **options)
         with standard_arithmetic():
             result, call.residuals = primitive.forward(call, checked, **given)
         return result
@@ -230,7 +233,8 @@ def _dims_beside(x: DistArray, operands: Sequence[DistArray]) -> tuple[str, ...]
 
 
 def sharded_options(
-    call: Call,
+    mesh: Mesh,
+    operands: Sequence[Sharding],
     operation: str,
     classes: Sequence[int],
     rows: Sequence[int] = (),
@@ -243,14 +247,14 @@ def sharded_options(
 
     `rows` are axes of the first operand, and `classes` axes of the operand with the number `classes_of`.
     """
-    mesh, shape = call.mesh, call.operands[classes_of].shape
-    dims, batch_dims = call.dims(classes, classes_of), call.dims(rows)
+    sharding = operands[classes_of]
+    dims, batch_dims = sharding.dims_along(classes), operands[0].dims_along(rows)
     comm, over = mesh.along(dims) if dims else (None, "")
     batch_comm, batch_over = mesh.along(batch_dims) if batch_dims else (None, "")
     return Options(
         operation=operation,
         comm=comm,
-        num_classes=math.prod(shape[axis] for axis in classes) or None,  # no classes raise an error of their own
+        num_classes=math.prod(sharding.shape[axis] for axis in classes) or None,  # none raise an error of their own
         over=over,
         batch_comm=batch_comm,
         batch_over=batch_over,

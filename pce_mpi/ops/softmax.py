@@ -52,7 +52,7 @@ class Softmax:
         self._order = (*self._others, *axes)
         self._kept = kept_shape(x.shape, axes)
         rows = x.transpose(self._order).reshape(math.prod(self._kept), math.prod(x.shape[axis] for axis in axes))
-        self._problem = prepare(sharded_options(call, operation, axes), rows, needs_targets=False)
+        self._problem = prepare(sharded_options(call.mesh, call.operands, operation, axes), rows, needs_targets=False)
         self._rows = row_softmax(self._problem, _STATE)
 
     def probabilities(self) -> Array:

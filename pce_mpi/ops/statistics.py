@@ -108,22 +108,15 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     ----------
     logits : DistArray or array
         A distributed array, which is reduced first if it is Partial; or this rank's classes of the same rows, as
-        `softmax_cross_entropy` takes them.
+        `softmax_cross_entropy` takes them. Only these take `comm`, `class_start` and `num_classes`.
     targets : DistArray or array of integers, optional
         Class numbers, with the logits' shape without the class axis, or several a row, in place of the class axis, as
         `top_k` gives them; only `log_prob` needs them. Beside a distributed array they are global, and placed as its
         rows are.
-    axis, ignore_index, logit_scale, softcap, compute_dtype : optional
-        Those of `softmax_cross_entropy`.
-    comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`; of plain shards alone.
     support : (ids, offsets), optional
         The classes that the softmax is taken over: those of row r, counted in the order of the logits without the class
         axis, are `ids[offsets[r]:offsets[r + 1]]`, global numbers in any order, none twice. Plain arrays of integers,
         the same on every rank: also beside a distributed array they have all rows, of which each rank takes its own.
-    outside : {"raise", "-inf", "add"}, default "raise"
-        A target outside its support is an error; or has a log-probability of -inf, whose gradient is that of -logsumexp
-        of the support; or the support has one class more, the target. Several targets are all added to their row's.
 
     Returns
     -------

@@ -17,6 +17,7 @@ from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.options import AxisOptions, Options, ShardedAxisOptions, takes
 from pce_mpi.loss.tensors import tensors_for_tensors
 from pce_mpi.loss.truncation import Limits, Nucleus, nucleus_of
+from pce_mpi.ops.primitive import sharded_options
 from pce_mpi.ops.shape import normalized_axis
 
 HostArray = np.ndarray[Any, Any]
@@ -48,17 +49,14 @@ def nucleus(
     ----------
     logits : DistArray or array
         A distributed array, which is reduced first if it is Partial; or this rank's classes of the same rows, as
-        `softmax_cross_entropy` takes them. A class with the logit -inf is never kept.
+        `softmax_cross_entropy` takes them. Only these take `comm`, `class_start` and `num_classes`. A class with the
+        logit -inf is never kept.
     top_k : int, optional
         At least 1; more than there are classes are all.
     top_p, min_p : float, optional
         In (0, 1] and [0, 1]; 1 and 0 keep all.
     logit_scale : float, default 1.0
         From 2**-64 to 2**64: 1 / T for a temperature T. It changes the mass of a class and never the order of two.
-    axis : int, default -1
-        The class axis.
-    comm, class_start, num_classes : optional
-        Those of `softmax_cross_entropy`; of plain shards alone.
 
     Returns
     -------
@@ -107,35 +105,23 @@ def nucleus(
     with cause("nucleus", reason="the logits are reduced"):
         x = redistribute(logits.detach(), logits.sharding.natural)
     sharding, mesh = x.sharding, x.mesh
-    dims = sharding.dims_of(axis)
-    row_dims = tuple(dim for dim in mesh.dims if any(dim in sharding.dims_of(a) for a in range(x.ndim) if a != axis))
-    comm, over = mesh.along(dims) if dims else (None, "")
-    batch_comm, batch_over = mesh.along(row_dims) if row_dims else (None, "")
-    checked = Options(
-        operation="nucleus",
-        axis=axis,
-        logit_scale=logit_scale,
-        comm=comm,
-        num_classes=x.shape[axis] or None,  # no classes raise an error of their own
-        over=over,
-        batch_comm=batch_comm,
-        batch_over=batch_over,
-    )
+    rows = [each for each in range(x.ndim) if each != axis]
+    checked = sharded_options(mesh, [sharding], "nucleus", [axis], rows, axis=axis, logit_scale=logit_scale)
     with standard_arithmetic():
         found = nucleus_of(checked, x.local, limits)
     ids, offsets, mass, log_mass = map(to_host, found)
     mine = sharding.slices(mesh.coordinates)
     mine, shape = mine[:axis] + mine[axis + 1 :], x.shape[:axis] + x.shape[axis + 1 :]
-    counts, rows = np.diff(offsets), np.zeros((3, *shape))
-    rows[:, *mine] = counts.reshape(mass.shape), mass, log_mass
-    rows = _summed(rows, mesh, row_dims, "the sets of the rows of all ranks")
-    all_offsets = np.concatenate([[0], np.cumsum(rows[0].astype(np.int64))])
+    counts, sets, row_dims = np.diff(offsets), np.zeros((3, *shape)), sharding.dims_along(rows)
+    sets[:, *mine] = counts.reshape(mass.shape), mass, log_mass
+    sets = _summed(sets, mesh, row_dims, "the sets of the rows of all ranks")
+    all_offsets = np.concatenate([[0], np.cumsum(sets[0].astype(np.int64))])
     first = all_offsets[:-1].reshape(shape)[mine].reshape(-1)  # the places of the first classes of this rank's rows
     all_ids = np.zeros(all_offsets[-1], np.int64)
     all_ids[np.arange(len(ids)) + np.repeat(first - offsets[:-1], counts)] = ids
     all_ids = _summed(all_ids, mesh, row_dims, "the classes in the sets of the rows of all ranks")
     xp = array_namespace(x.local)
-    return Nucleus(*map(xp.asarray, (all_ids, all_offsets, *rows[1:].astype(mass.dtype))))
+    return Nucleus(*map(xp.asarray, (all_ids, all_offsets, *sets[1:].astype(mass.dtype))))
 
 
 def _summed(array: HostArray, mesh: Mesh, dims: tuple[str, ...], reason: str) -> HostArray:

@@ -1,5 +1,6 @@
 """The docstrings of the public names follow numpydoc, and the examples in docstrings print what they say."""
 
+from ast import literal_eval
 from collections.abc import Iterator
 import doctest
 from enum import Enum
@@ -15,6 +16,7 @@ import pytest
 
 from jobs.launch import ROOT
 from jobs.public_names import public_names
+from pce_mpi.loss import options
 
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -23,6 +25,7 @@ MODULES = sorted(
 )
 
 
+ELSEWHERE = re.compile(r"(Those|That) of `")
 # A thing with several names is tested by the first one.
 PUBLIC: dict[str, Any] = {}
 for each, found in public_names():
@@ -34,8 +37,8 @@ def parameters_of(thing: Any) -> list[str]:
     """The parameters of a function or a class; options that are unpacked from a TypedDict by their own names."""
     names: list[str] = []
     for parameter in inspect.signature(thing).parameters.values():
-        if options := re.fullmatch(r"Unpack\[([\w.]+)\]", str(parameter.annotation)):
-            names += eval(options[1], inspect.unwrap(thing).__globals__).__annotations__
+        if unpacked := re.fullmatch(r"Unpack\[([\w.]+)\]", str(parameter.annotation)):
+            names += eval(unpacked[1], inspect.unwrap(thing).__globals__).__annotations__
         elif parameter.name != "self":
             names.append(str(parameter.replace(annotation=parameter.empty, default=parameter.empty)))
     return names
@@ -58,6 +61,15 @@ def faults(thing: Any) -> Iterator[str]:
     for each in [*doc["Parameters"], *doc["Attributes"], *doc["Returns"]]:
         if not "".join(each.desc).strip():
             yield f"{each.name or each.type} has no description"
+    for each in doc["Parameters"]:
+        names = each.name.split(", ")
+        is_option = set(names) & options.Options.__annotations__.keys()
+        if is_option and ELSEWHERE.match(" ".join(each.desc)) and ".dense." not in thing.__module__:
+            yield f"the meaning of {each.name} is elsewhere"
+        if default := re.search(r'default ([-"\d].*|True|False)', each.type):
+            known = inspect.signature(thing).parameters
+            if wrong := [name for name in names if name in known and known[name].default != literal_eval(default[1])]:
+                yield f"the default of {wrong} is not {default[1]}"
     is_class = inspect.isclass(thing)
     if isinstance(thing, property | cached_property) or (is_class and issubclass(thing, Exception | Enum)):
         return
@@ -99,12 +111,14 @@ class Options(TypedDict, total=False):
     rows: int
 
 
-def documented(x: int, **options: "Unpack[Options]") -> int:
+def documented(x: int, y: int = 3, **options: "Unpack[Options]") -> int:
     """Return `x`.
 
     Parameters
     ----------
     x : int
+        A number.
+    y : int, default 3
         A number.
     seed, rows : int
         Nothing.
@@ -123,10 +137,12 @@ def documented(x: int, **options: "Unpack[Options]") -> int:
         ("Return `x`.", "return `x`."),
         ("Return `x`.", "Return `x`"),
         ("Return `x`.", "Return `x`. It is a number."),
-        ("x : int", "y : int"),
+        ("x : int", "z : int"),
+        ("default 3", "default 4"),
         ("seed, rows", "rows, seed"),
         ("seed, rows", "options"),
         ("    Nothing.\n", ""),
+        ("Nothing.", "Those of `f`."),
         ("Parameters\n----------", "Arguments\n---------"),
         ("Returns\n-------", "Notes\n-----"),
     ],

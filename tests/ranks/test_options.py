@@ -11,7 +11,7 @@ import pytest
 
 from in_step import in_step
 import pce_mpi as pce
-from pce_mpi.loss.options import LinearOptions, LossOptions, Options, ShardedDivergenceOptions, StatisticsOptions
+from pce_mpi.loss.options import ROWS, LinearOptions, LossOptions, Options, ShardedDivergenceOptions, StatisticsOptions
 from ranks.op_cases import alone
 from ranks.problems import (
     NARROW,
@@ -159,9 +159,7 @@ FACTORS = {
     "weight": [False, True],
     "ignore_index": [-100, -1, 3],
     "label_smoothing": [0.0, 0.1, 1.0],
-    "z_loss": [0.0, 0.01],
     "logit_scale": [1.0, 0.7, 3.0],
-    "softcap": [None, 4.0],
     "margin": [None, (1.0, 0.5, 0.0), (1.35, -0.2, 0.1)],
     "reduction": ["mean", "sum", "none"],
     "compute_dtype": [None, np.float64],
@@ -173,6 +171,9 @@ FACTORS = {
     "offset": [0.0, 100.0],
     "dloss": ["1", "scalar", "per row"],
 }
+for name, row in ROWS.items():
+    if "sample" in row and name not in FACTORS:
+        FACTORS[name] = [getattr(Options, name), row["sample"]]
 
 
 def pairs_of(choice):

@@ -11,8 +11,9 @@ import inspect
 from typing import Any, Literal, TypeVar
 
 from pce_mpi.conformance.problems.problem import Kind, Problem
+from pce_mpi.loss.options import ROWS
 
-OPTIONS = ("weight", "ignore_index", "label_smoothing", "z_loss", "logit_scale", "softcap")
+OPTIONS = tuple(name for name, row in ROWS.items() if "catches" in row)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # Further options, of candidates of one kind.
 MORE_OPTIONS = ("temperature", "support", "bias")

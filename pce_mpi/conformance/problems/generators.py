@@ -14,6 +14,7 @@ from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.problems.cases import Setting
 from pce_mpi.conformance.problems.problem import Array, Problem
 from pce_mpi.distributed.placements import shard_range
+from pce_mpi.loss.options import ROWS
 
 Splits = tuple[int, ...]
 
@@ -87,14 +88,10 @@ def option_values(setting: Setting, names: Sequence[str], classes: int) -> dict[
     values: dict[str, Any] = {
         "weight": rounded(setting, rng.uniform(0.25, 2.0, classes)),
         "ignore_index": setting.ignore_index,
-        "label_smoothing": 0.125,
-        "z_loss": 1e-2,
-        "logit_scale": 0.75,
-        "softcap": 5.0,
         "temperature": 1.75,
         "bias": rounded(setting, np.random.default_rng([setting.seed, 9]).standard_normal(classes)),
     }
-    return {name: values[name] for name in names}
+    return {name: values[name] if name in values else ROWS[name]["sample"] for name in names}
 
 
 def random_problem(

@@ -7,18 +7,10 @@ from itertools import combinations
 from pce_mpi.conformance.problems.cases import OPTIONS, Cases, Setting
 from pce_mpi.conformance.problems.generators import random_problem, uneven
 from pce_mpi.conformance.problems.problem import Problem
+from pce_mpi.loss.options import ROWS
 
 CASES = Cases()
 
-_CATCHES = {
-    "weight": "Class weights: a rank has those of its own classes, and needs that of the target.",
-    "ignore_index": "Ignored rows, a third of all: they count neither in the sum nor in the divisor of the mean.",
-    "label_smoothing": "Smoothing that is spread over this rank's classes, or whose sum is not reduced over ranks "
-    "(Megatron, TransformerEngine).",
-    "z_loss": "z_loss * logsumexp**2, logsumexp over all ranks, and its gradient, 2 * z_loss * logsumexp * softmax.",
-    "logit_scale": "A scale on the logits: the gradient has it as a factor once more.",
-    "softcap": "A soft cap on the logits: the gradient has the derivative of tanh as a factor.",
-}
 _PAIR = """Options that are right alone and wrong together: a weight in the smoothing term, a divisor that one of them
 changes, a factor that is left out of the other's gradient."""
 
@@ -28,7 +20,7 @@ def _with(setting: Setting, options: tuple[str, ...]) -> Problem:
     return random_problem(setting, uneven(setting) if len(options) > 1 else None, options=options)
 
 
-_ALONE = [{"option": each, "options": (each,), "catches": _CATCHES[each]} for each in OPTIONS]
+_ALONE = [{"option": each, "options": (each,), "catches": ROWS[each]["catches"]} for each in OPTIONS]
 _PAIRS = [{"pair": "+".join(each), "options": each, "catches": _PAIR} for each in combinations(OPTIONS, 2)]
 CASES.case("{option}/{dtype}", _ALONE)(_with)
 CASES.case("pair/{pair}", _PAIRS)(_with)
