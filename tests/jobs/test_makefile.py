@@ -134,3 +134,9 @@ def test_make_run_says_what_to_try_next(tmp_path):
         for program in [word for word in command.split() if word.startswith("examples/")]:
             assert (ROOT / program).exists()
     assert len(tried) == 5
+
+
+def test_processes_that_make_starts_keep_bytecode(monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    done = make("--eval", "told: ; @echo told $$PYTHONDONTWRITEBYTECODE", "told")
+    assert (done.stdout, done.stderr) == ("told\n", "")
