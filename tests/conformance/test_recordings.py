@@ -4,6 +4,7 @@ from argparse import Namespace
 from itertools import pairwise
 import json
 from pathlib import Path
+import re
 import shutil
 import sys
 
@@ -111,10 +112,35 @@ def test_errors_are_those_of_the_kit(tmp_path, options, reduction):
     loss = (problem.expected[0] * (1.0 + 3e-6)).astype(np.float32)
     write(tmp_path, shared={"targets": targets, "loss": loss}, shards={"logits": logits, "weight": weight}, **options)
     ((measured, *_), _) = judged(tmp_path)
-    (kits,) = Losses(problem, [loss, loss], Tolerance()).accuracies()
+    (kits,) = Losses.of(problem, [loss, loss], Tolerance()).accuracies()
     got = measured.accuracy
     assert (got.quantity, got.dtype, got.where) == (kits.quantity, kits.dtype, kits.where)
     assert [got.error, got.best, got.allowed] == pytest.approx([kits.error, kits.best, kits.allowed], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "words"),
+    [
+        (lambda loss: np.nextafter(loss, np.float32(9.0)), r"the loss is \S+ on rank 0 and \S+ on rank 1"),
+        (lambda loss: loss + np.float32(1.0), r"loss is \S+ where \S+ is right \(rank 1\): \S+ ulp of float32 off, "),
+        (lambda loss: np.float32(np.inf), r"loss is inf where \S+ is right \(rank 1\)$"),
+    ],
+    ids=["unequal", "wrong", "infinite"],
+)
+def test_mean_of_one_rank_has_words_of_kit(tmp_path, monkeypatch, of_rank_1, words):
+    """One number says nothing of some rows: no cause is looked for."""
+    monkeypatch.setattr(measuring, "LOGITS", 100)
+    logits, targets = drawn(rows=(30,))
+    loss = np.asarray(dense.softmax_cross_entropy(logits, targets), np.float32)
+    write(tmp_path, shared={"targets": targets, "loss": loss}, shards={"logits": logits})
+    shard = {"targets": targets, "loss": of_rank_1(loss), "logits": np.ascontiguousarray(logits[:, SPLITS[1] :])}
+    save_file(
+        {name: np.asarray(each) for name, each in shard.items()},
+        tmp_path / "1.safetensors",
+        {"rank": "1", "ranks": "2"},
+    )
+    (finding,) = judged(tmp_path).findings
+    assert re.match(words, finding.text), finding.text
 
 
 def test_wrong_rows_among_many_are_named(tmp_path, monkeypatch):

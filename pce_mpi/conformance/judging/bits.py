@@ -26,18 +26,17 @@ def other_bits(
         return f" in {problem.row_name(row)}, class {number} (rank {problem.rank_of(number)})"
 
     name = problem.kind.noun
-    found = [
+    texts = [
         f"{name}{f' on rank {rank}' * (rank > 0)}{text}"
         for rank, each in enumerate(losses)
         if (text := difference(each, loss, row))
     ][:1]
-    if (
-        shards
-        and gradient is not None
-        and (text := difference(np.concatenate(shards, axis=problem.axis), gradient, entry))
-    ):
-        found.append(f"gradient{text}")
-    return [Finding("other bits", f"the bits differ from one rank's ({text})") for text in found]
+    if shards and gradient is not None:
+        shapes = [problem.part(problem.logits, rank).shape for rank in range(len(shards))]
+        parts = [shard.reshape(shape) for shard, shape in zip(shards, shapes, strict=True)]
+        if text := difference(np.concatenate(parts, axis=problem.axis), gradient, entry):
+            texts.append(f"gradient{text}")
+    return [Finding("other bits", f"the bits differ from one rank's ({text})") for text in texts]
 
 
 def difference(got: Array, one: Array, where: Callable[[int], str] = lambda place: "") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -59,43 +60,134 @@ def explain(
         quantities = [_of_losses(book, losses, wrong_losses)]
         if dlogits is not None:
             quantities.append(_of_gradient(book, dlogits, wrong_dlogits))
-        wrong = [quantity for quantity in quantities if quantity.wrong.any()]
-        of_products = [_of_product(problem, each, declared.negates is not None) for each in products]
-        faults = declared.faults if book.p.size <= MANY else lambda book: iter(())
-        if any(each.wrong.any() for each in of_products):
-            known = _explaining([*wrong, *of_products], chain(factors(book), faults(book)))
-            if (fitting := _fitting([*quantities, *of_products], known, lone=False)) and fitting.alike:
-                return [fitting]
-        if not wrong:
-            return []
-        if meant := _another_kind(problem, declared, quantities):
-            return [Fault([meant])]
-        multiples = _explaining(wrong, factors(book))
-        known = [*multiples, *_explaining(wrong, faults(book))]
-        # An exact test comes before formulas: the same numbers may be close to another fault's.
-        found = {q.name: _by_exact_test(book, q) for q in wrong}
-        if not any(found.values()) and (fitting := _fitting(quantities, known, lone=len(wrong) < 2)):
-            # Many faults give nan or 0: one is told by the rows that have it, or by other cases.
-            if any(map(_is_zero, wrong)) or (len(fitting.causes) > 1 and all(q.is_nan for q in wrong)):
-                place = "; ".join(each.said for each in _of_each(book, wrong, found))
-                return [replace(fitting, alike=0, place=place)]
-            return [fitting]
-        for q in wrong:
-            if (fault := found[q.name]) is None:
-                found[q.name] = _by_formulas(book, q, known, multiples, alone=len(wrong) < 2)
-            elif _is_zero(q) and (more := _fitting([q], known, lone=True)):
-                found[q.name] = replace(fault, causes=[*fault.causes, *more.causes])
-        if len(found) == len(quantities) > 1 and (both := _in_all([found[q.name] for q in wrong])):
-            return [both]  # a fault with more than one form
-        if len(wrong) > 1:
-            return _of_each(book, wrong, found)
-        (only,) = wrong
-        if (fault := found[only.name]) is None:
-            return _at(_place(book, only))
-        if not fault.alike:
-            return [replace(fault, place=fault.place or _place(book, only) or "")]
-        alone = len(quantities) > 1 and only.name not in fault.said
-        return [replace(fault, form=f"{fault.form}, in the {only.name} only")] if alone else [fault]
+        evidence = _Evidence(
+            book, declared, quantities, [_of_product(problem, each, declared.negates is not None) for each in products]
+        )
+        explanations = (explainer(evidence) for explainer in _EXPLAINERS)
+        return next((faults for faults in explanations if faults is not None), [])
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """The loss and the gradient of an answer, those of the factors of logits, and faults that may explain them."""
+
+    book: Textbook
+    declared: Kind
+    quantities: list[_Quantity]
+    products: list[_Quantity]
+
+    @cached_property
+    def wrong(self) -> list[_Quantity]:
+        return [quantity for quantity in self.quantities if quantity.wrong.any()]
+
+    @property
+    def faults(self) -> Faults:
+        return self.declared.faults(self.book) if self.book.p.size <= MANY else iter(())
+
+    @cached_property
+    def multiples(self) -> list[tuple[str, Answer]]:
+        return _explaining(self.wrong, factors(self.book))
+
+    @cached_property
+    def known(self) -> list[tuple[str, Answer]]:
+        return [*self.multiples, *_explaining(self.wrong, self.faults)]
+
+    @cached_property
+    def by_exact_test(self) -> dict[str, Fault | None]:
+        return {quantity.name: _by_exact_test(self.book, quantity) for quantity in self.wrong}
+
+    @cached_property
+    def apart(self) -> dict[str, Fault | None]:
+        """The fault of each wrong quantity by itself, by its name: what an exact test tells, or else formulas."""
+        faults = dict(self.by_exact_test)
+        for quantity in self.wrong:
+            if (fault := faults[quantity.name]) is None:
+                faults[quantity.name] = _by_formulas(self, quantity)
+            elif _is_zero(quantity) and (more := _fitting([quantity], self.known, lone=True)):
+                faults[quantity.name] = replace(fault, causes=[*fault.causes, *more.causes])
+        return faults
+
+
+def _one_fault_of_products(evidence: _Evidence) -> list[Fault] | None:
+    if not any(product.wrong.any() for product in evidence.products):
+        return None
+    known = _explaining([*evidence.wrong, *evidence.products], chain(factors(evidence.book), evidence.faults))
+    fault = _fitting([*evidence.quantities, *evidence.products], known, lone=False)
+    return [fault] if fault and fault.alike else None
+
+
+def _nothing_wrong(evidence: _Evidence) -> list[Fault] | None:
+    return None if evidence.wrong else []
+
+
+def _another_kind(evidence: _Evidence) -> list[Fault] | None:
+    """Tell what to declare if these are the right numbers of another kind of candidate."""
+    problem, declared = evidence.book.problem, evidence.declared
+    if not problem.with_numbers or not any(each.distance(each.truth) > each.close for each in evidence.quantities):
+        return None
+    arrays = tuple(name for name in declared.arrays if name != "targets")
+    for kind in KINDS.values():
+        if kind.negates is declared or declared.negates is kind:
+            numbers, gradient = (-each for each in problem.expected)
+        elif kind is not declared and problem.reduction == "none" and not problem.options and kind.arrays == arrays:
+            numbers, gradient = replace(problem, kind=kind).expected
+        else:
+            continue
+        answer = Given((numbers,), problem.row_major(gradient))
+        if all(each.is_that_of(answer) for each in evidence.quantities):
+            return [Fault([kind.told])]
+    return None
+
+
+def _one_fault(evidence: _Evidence) -> list[Fault] | None:
+    """Tell the fault that explains all quantities; an exact test comes first, as numbers may be close to another's."""
+    book, wrong = evidence.book, evidence.wrong
+    if any(evidence.by_exact_test.values()):
+        return None
+    fault = _fitting(evidence.quantities, evidence.known, lone=len(wrong) < 2)
+    # Many faults give nan or 0: one is told by the rows that have it, or by other cases.
+    if fault and (any(map(_is_zero, wrong)) or (len(fault.causes) > 1 and all(each.is_nan for each in wrong))):
+        place = "; ".join(each.said for each in _of_each(book, wrong, evidence.by_exact_test))
+        return [replace(fault, alike=0, place=place)]
+    return [fault] if fault else None
+
+
+def _one_fault_in_several_forms(evidence: _Evidence) -> list[Fault] | None:
+    """Tell the causes that loss and gradient have in common."""
+    if not len(evidence.wrong) == len(evidence.quantities) > 1:
+        return None
+    causes = [fault.causes if fault and fault.alike else [] for fault in evidence.apart.values()]
+    shared = [cause for cause in causes[0] if all(cause in each for each in causes)]
+    return [Fault(shared)] if shared else None
+
+
+def _fault_of_each(evidence: _Evidence) -> list[Fault] | None:
+    if len(evidence.wrong) < 2:
+        return None
+    return _of_each(evidence.book, evidence.wrong, evidence.apart)
+
+
+def _fault_of_one(evidence: _Evidence) -> list[Fault] | None:
+    (quantity,) = evidence.wrong
+    fault = evidence.apart[quantity.name] or Fault([], 0)
+    if not fault.alike:
+        place = fault.place or _place(evidence.book, quantity) or ""
+        return [replace(fault, place=place)] if place or fault.causes else None
+    if len(evidence.quantities) < 2 or quantity.name in fault.said:
+        return [fault]
+    return [replace(fault, form=f"{fault.form}, in the {quantity.name} only")]
+
+
+# In order of precedence; the first that returns faults, or [] for none, has the last word.
+_EXPLAINERS: tuple[Callable[[_Evidence], list[Fault] | None], ...] = (
+    _one_fault_of_products,
+    _nothing_wrong,
+    _another_kind,
+    _one_fault,
+    _one_fault_in_several_forms,
+    _fault_of_each,
+    _fault_of_one,
+)
 
 
 def _explaining(wrong: Sequence[_Quantity], faults: Faults) -> list[tuple[str, Answer]]:
@@ -113,51 +205,20 @@ def _by_exact_test(book: Textbook, q: _Quantity) -> Fault | None:
     return None
 
 
-def _by_formulas(
-    book: Textbook, q: _Quantity, known: list[tuple[str, Answer]], multiples: list[tuple[str, Answer]], *, alone: bool
-) -> Fault | None:
+def _by_formulas(evidence: _Evidence, q: _Quantity) -> Fault | None:
     """Return what formulas tell of one quantity; no cause that only another case can tell from others is told."""
-    if not _is_zero(q) and (fault := _fitting([q], multiples, lone=True) or _factor(book, q)):
+    if not _is_zero(q) and (fault := _fitting([q], evidence.multiples, lone=True) or _factor(evidence.book, q)):
         return fault
-    fault = _fitting([q], known, lone=True)
+    fault = _fitting([q], evidence.known, lone=True)
     if fault is None:
         return None
     # A fault that does not explain what else is wrong fits roundings of halves by accident.
-    accidental = q.close >= _HALVES and not alone
+    accidental = q.close >= _HALVES and len(evidence.wrong) > 1
     return replace(fault, alike=0) if accidental or q.is_nan or _is_zero(q) else fault
 
 
 def _is_zero(q: _Quantity) -> bool:
     return not q.got.any() and bool(np.isfinite(q.truth).all())
-
-
-def _at(place: str | None) -> list[Fault]:
-    return [] if place is None else [Fault([], 0, place=place)]
-
-
-def _in_all(faults: Sequence[Fault | None]) -> Fault | None:
-    """Return a fault with the causes that all of these have, if there is one."""
-    causes = [fault.causes if fault and fault.alike else [] for fault in faults]
-    shared = [cause for cause in causes[0] if all(cause in each for each in causes)]
-    return Fault(shared) if shared else None
-
-
-def _another_kind(problem: Problem, declared: Kind, quantities: Sequence[_Quantity]) -> str | None:
-    """Return what to declare if these are the right numbers of another kind of candidate."""
-    if not problem.with_numbers or not any(each.distance(each.truth) > each.close for each in quantities):
-        return None
-    arrays = tuple(name for name in declared.arrays if name != "targets")
-    for kind in KINDS.values():
-        if kind.negates is declared or declared.negates is kind:
-            numbers, gradient = (-each for each in problem.expected)
-        elif kind is not declared and problem.reduction == "none" and not problem.options and kind.arrays == arrays:
-            numbers, gradient = replace(problem, kind=kind).expected
-        else:
-            continue
-        answer = Given((numbers,), problem.row_major(gradient))
-        if all(each.is_that_of(answer) for each in quantities):
-            return kind.told
-    return None
 
 
 @dataclass(frozen=True)
@@ -334,7 +395,8 @@ def _factor(book: Textbook, q: _Quantity) -> Fault | None:
     factor = q.got[largest] / q.truth[largest]
     if not abs(factor - 1.0) > 0.01 or q.distance(factor * q.truth) > q.close:
         return None
-    return next(iter(_at(_place(book, q))), None)
+    place = _place(book, q)
+    return None if place is None else Fault([], 0, place=place)
 
 
 def _place(book: Textbook, q: _Quantity) -> str | None:

@@ -14,7 +14,7 @@ from pce_mpi.conformance.judging.bits import other_bits
 from pce_mpi.conformance.judging.comparing import Gradients, Losses
 from pce_mpi.conformance.judging.diagnosis import explain
 from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding, together
-from pce_mpi.conformance.judging.products import of_products
+from pce_mpi.conformance.judging.products import Product, of_products
 from pce_mpi.conformance.problems.problem import Array, Problem
 from pce_mpi.conformance.problems.tolerances import Tolerance
 
@@ -57,46 +57,50 @@ def judge(
     problem: Problem, answers: Sequence[Answer], tolerance: Tolerance, on_one_rank: Answer | None = None
 ) -> Judgement:
     """Compare the answers of all ranks with the exact ones, and their bits with those of the answer on one rank."""
-    given = answers
-    answers, fatal, form = _comparable(problem, answers)
+    comparable, fatal, form = _comparable(problem, answers)
     if fatal:
         return Judgement(fatal, [], None, form)
-    losses = Losses(problem, [answer.loss for answer in answers], tolerance)
-    shards = [answer.dlogits for answer in answers if answer.dlogits is not None]
+    losses = Losses.of(problem, [answer.loss for answer in comparable], tolerance)
+    shards = [answer.dlogits for answer in comparable if answer.dlogits is not None]
     gradients = Gradients(problem, shards, tolerance) if shards else None
+    products = of_products(problem, [answer.products for answer in comparable], tolerance)
     differing, wrong = losses.differing(), losses.findings() + (gradients.findings() if gradients else [])
-    products = of_products(problem, [answer.products for answer in answers], tolerance)
-    of_factors = [found for each in products for found in each.findings()]
-    if not wrong and (text := problem.kind.beside(problem, answers)):
+    of_factors = [finding for product in products for finding in product.findings()]
+    if not wrong and (text := problem.kind.beside(problem, comparable)):
         wrong = [Finding("loss", text)]
     elif wrong or of_factors:
-        # Gathered logits have a gradient on each rank, which no model of a fault has.
-        whole = None if problem.gathered else gradients
-        real = [] if problem.operands is None or problem.operands.with_identity else products
-        faults = explain(problem, losses.losses, whole and whole.array, losses.wrong, whole and whole.wrong, real)
-        if faults:
-            named = (differing * bool(losses.wrong.any()) + wrong + of_factors)[0]
-            named.faults = [fault.of(problem.kind.noun) for fault in faults]
-            said = "; ".join(fault.said for fault in named.faults)
-            named.text = f"{said} ({named.text})" if said else named.text
+        first = (differing * bool(losses.wrong.any()) + wrong + of_factors)[0]
+        _explain(first, problem, losses, gradients, products)
     for finding in differing:
         said = f"{':' * bool(wrong)} {finding.text}" if finding.cause else f" ({finding.text})"
         finding.text = f"the ranks' {problem.kind.plural} differ{said}"
     bits: list[Finding] = []
-    if on_one_rank is not None:
-        # The dtype is the candidate's own: another one has other bits.
-        parts = [
-            raw.dlogits.reshape(due.dlogits.shape)
-            for raw, due in zip(given, answers, strict=True)
-            if raw.dlogits is not None and due.dlogits is not None
-        ]
-        bits = other_bits(problem, [each.loss for each in given], parts, on_one_rank.loss, on_one_rank.dlogits)
+    if on_one_rank is not None:  # of the answers as they are: another dtype has other bits
+        shards = [answer.dlogits for answer in answers if answer.dlogits is not None]
+        bits = other_bits(problem, [each.loss for each in answers], shards, on_one_rank.loss, on_one_rank.dlogits)
     return Judgement(
         findings=differing + wrong + of_factors + bits,
-        accuracies=[found for each in (losses, gradients, *products) if each for found in each.accuracies()],
+        accuracies=[accuracy for each in (losses, gradients, *products) if each for accuracy in each.accuracies()],
         picture=gradients.picture() if gradients and gradients.wrong.any() else None,
         form=form,
     )
+
+
+def _explain(
+    finding: Finding, problem: Problem, losses: Losses, gradients: Gradients | None, products: list[Product]
+) -> None:
+    """Put what explains the answer before the text of a finding."""
+    if problem.gathered:  # a gradient on each rank, which no model of a fault has
+        gradients = None
+    if problem.operands is None or problem.operands.with_identity:
+        products = []
+    faults = explain(
+        problem, losses.losses, gradients and gradients.array, losses.wrong, gradients and gradients.wrong, products
+    )
+    if faults:
+        finding.faults = [fault.of(problem.kind.noun) for fault in faults]
+        cause = "; ".join(fault.said for fault in finding.faults)
+        finding.text = f"{cause} ({finding.text})" if cause else finding.text
 
 
 def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answer], list[Finding], list[Finding]]:

@@ -52,7 +52,7 @@ class Product(Compared):
         else:
             self._parts = exact[None]
             whole = [np.concatenate(given, axis=-1).astype(np.float64).reshape(exact.shape)]
-        self._got = np.stack(whole)
+        self.numbers = np.stack(whole)
         of_gradient = Units.of(problem, tolerance.strict).gradient
         left, right = self._factors(of_gradient)
         blurred = np.sqrt(left**2 @ right**2)
@@ -60,10 +60,10 @@ class Product(Compared):
         unit = ulp(np.abs(exact).max(axis=-1, keepdims=True, initial=0.0), self._dtype)
         limit = allowed(tolerance, self._dtype) * (1.0 + np.minimum((blurred + size) / unit, 1e300))
         a, b = (each.astype(wide) for each in self._factors(problem.row_major(problem.with_plain_product.expected[1])))
-        shape = self._got.shape
+        shape = self.numbers.shape
         self._plain = np.broadcast_to((a @ b).astype(np.float64), shape)
         self._exact, self._unit, self._allowed = (np.broadcast_to(each, shape) for each in (exact, unit, limit))
-        self._errors = errors_in(self._got, self._exact, self._unit)
+        self.errors = errors_in(self.numbers, self._exact, self._unit)
         self._quantities = [(name, np.ones(shape, np.bool_))]
 
     def _factors(self, of_logits: Array) -> tuple[Array, Array]:
@@ -82,16 +82,6 @@ class Product(Compared):
         return np.broadcast_to(a @ b, self.numbers.shape)
 
     @property
-    def numbers(self) -> Array:
-        """The numbers that were given: of each rank, or their sum where that is meant."""
-        return self._got
-
-    @property
-    def wrong(self) -> Array:
-        """The numbers that do not pass."""
-        return self._errors > self._allowed
-
-    @property
     def slack(self) -> Array:
         """The errors that pass."""
         return self._allowed * self._unit
@@ -105,7 +95,7 @@ class Product(Compared):
         rank, row, column = place
         if self._name == "dhidden":
             text = f"{self._problem.row_name(row)}, feature {column}"
-            return f"{text} (rank {rank})" if len(self._got) > 1 else text
+            return f"{text} (rank {rank})" if len(self.numbers) > 1 else text
         text = f"class {column} (rank {self._problem.rank_of(column)})"
         return f"feature {row}, {text}" if self._name == "dw" else text
 
@@ -126,9 +116,9 @@ class Product(Compared):
             (float(ranks), f"{ranks} times too large: it is summed over the ranks once more"),
             (1.0 / ranks, f"{ranks} times too small: it is divided by the number of ranks"),
         ):
-            if len(self._got) > 1 and self._is(times * self._exact, times):
+            if len(self.numbers) > 1 and self._is(times * self._exact, times):
                 return f"dhidden is {text}"
-        if len(self._got) == 1:
+        if len(self.numbers) == 1:
             text = (
                 f"dhidden is {ranks} times too large: each rank has the sum over all ranks; {meant(dhidden='summed')}"
             )
@@ -139,7 +129,7 @@ class Product(Compared):
     def _narrow_sum(self) -> str | None:
         """Name sums over chunks of rows that are kept in half precision; None if no chunk gives these errors."""
         hidden, gradient = self._factors(self._problem.row_major(self._problem.expected[1]))
-        error = np.abs(self._got[0] - self._exact[0]).max()
+        error = np.abs(self.numbers[0] - self._exact[0]).max()
         for rows in _CHUNKS:
             if rows >= hidden.shape[-1]:
                 return None
@@ -148,7 +138,7 @@ class Product(Compared):
                 part = hidden[:, start : start + rows] @ gradient[start : start + rows]
                 sums = sums + part.astype(sums.dtype)
             # Roundings of another chunk are others, but for the small terms that a large sum loses.
-            if np.abs(self._got[0] - sums.astype(np.float64)).max() * _CLOSER <= error:
+            if np.abs(self.numbers[0] - sums.astype(np.float64)).max() * _CLOSER <= error:
                 return f"dw is added up in {sums.dtype}, in steps of {rows} row{'s' * (rows > 1)}"
         return None
 

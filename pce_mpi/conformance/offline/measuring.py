@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.judging.comparing import Gradients, errors_in, errors_of_losses, ulps_off
+from pce_mpi.conformance.judging.comparing import Gradients, Losses
 from pce_mpi.conformance.judging.judge import Answer, judge
 from pce_mpi.conformance.judging.outcomes import Accuracy, Finding
 from pce_mpi.conformance.offline.recorded_causes import (
@@ -66,7 +66,7 @@ class Judge:
         self._upstream = {name: np.zeros(recording.rows) for name in self._names}
         self._products = np.zeros(recording.rows)
         self._flips = {name: np.zeros(recording.rows) for name in self._names}
-        self._errors: dict[str, Array] = {}
+        self._ratios: dict[str, Array] = {}
         self._gradients: dict[str, Accuracy] = {}
         self._wrong_gradient = np.zeros(recording.rows, np.bool_)
         of_mean = recording.reduction == "mean" and self._names[0] == "loss"
@@ -95,7 +95,7 @@ class Judge:
             if self._recording.has(name):
                 result, own = self._losses(name)
                 measured.append(result)
-            wrong = np.zeros(self._recording.rows, np.bool_) if own is None else self._errors[name] > 1.0
+            wrong = np.zeros(self._recording.rows, np.bool_) if own is None else self._ratios[name] > 1.0
             with_gradient = self._has_gradient(name)
             if with_gradient:
                 wrong |= self._wrong_gradient
@@ -198,31 +198,23 @@ class Judge:
     def _losses(self, name: str) -> tuple[Measured, Finding | None]:
         """Compare the numbers of all ranks with the exact ones."""
         recording, exact, upstream = self._recording, self._exact[name], self._upstream[name]
-        got = recording.losses(name)
         arithmetic = compute_dtype_of(recording.dtype).name
         floor, flips = least_unit(self._products, arithmetic) * np.nan_to_num(upstream), self._flips[name]
-        if name == "loss" and recording.reduction != "none":
-            exact, floor, flips = (each.sum() / self._divisor for each in (exact, floor, flips))
-        exact, added = np.asarray(exact), 1 if np.ndim(exact) else recording.rows
-        dtype, unit, limit, by_rank = errors_of_losses(got, exact, recording.dtype, floor, flips, added, _USUAL)
-        differ = np.any([(each != got[0]) & ~(np.isnan(each) & np.isnan(got[0])) for each in got], axis=0)
-        errors = by_rank.max(axis=0)
+        by_row = name != "loss" or recording.reduction == "none"
+        if not by_row:
+            exact, floor, flips = (np.asarray(each.sum() / self._divisor) for each in (exact, floor, flips))
+        noun, got, added = KINDS[name].noun, recording.losses(name), 1 if by_row else recording.rows
+        losses = Losses(noun, got, exact, recording.dtype, floor, flips, added, self._row_name, _USUAL)
         # Beside what is allowed; more than 1 where ranks differ, too.
-        ratio = np.where(differ, np.maximum(errors / limit, 1.5), errors / limit)
-        self._errors[name] = np.broadcast_to(ratio, recording.rows)
-        wrong = int((self._errors[name] > 1.0).sum())
-        row = int(np.argmax(errors)) if exact.ndim else 0
-        where = row_name(recording.rows_shape, row) if exact.ndim else ""
-        worst, most, size = (float(np.atleast_1d(each)[row]) for each in (errors, limit, unit))
-        best = float(errors_in(exact.astype(dtype_named(dtype)), exact, unit).max())
-        accuracy = Accuracy(KINDS[name].noun, dtype, worst, best, most, where)
-        measured = Measured(accuracy, float(np.median(errors)) if exact.ndim else None, wrong)
-        if not wrong:
-            return measured, None
-        rank = int(np.argmax(by_rank.reshape(len(got), -1)[:, row]))
-        numbers = [float(np.atleast_1d(each)[row]) for each in (got[rank], exact)]
-        text = f"{accuracy.quantity} is {numbers[0]:.9g} where {numbers[1]:.9g} is right{' in ' * bool(where)}{where}"
-        return measured, Finding(accuracy.quantity, f"{text}: {ulps_off(numbers[1], worst, most, size, dtype)}")
+        ratio = np.where(losses.unequal, np.maximum(losses.ratios, 1.5), losses.ratios).max(axis=0)
+        self._ratios[name] = np.broadcast_to(ratio, recording.rows)
+        (accuracy,) = losses.accuracies()
+        median = float(np.median(losses.errors.max(axis=0))) if by_row else None
+        measured = Measured(accuracy, median, int((self._ratios[name] > 1.0).sum()))
+        return measured, next(iter(losses.findings() or losses.differing()), None)
+
+    def _row_name(self, row: int) -> str:
+        return row_name(self._recording.rows_shape, row)
 
     def _named(self, name: str, wrong: Array, own: Finding | None) -> list[Finding]:
         """Name the fault by wrong rows and as many right ones; by all, if they are few."""
@@ -258,7 +250,7 @@ class Judge:
         if len(wrong) <= most:
             return np.arange(len(wrong))
         bad, good = np.flatnonzero(wrong), np.flatnonzero(~wrong)
-        worst = [int(np.argmax(self._errors[name]))] if name in self._errors else []
+        worst = [int(np.argmax(self._ratios[name]))] if name in self._ratios else []
         right = min(len(good), most // 2)
         some = [
             rows[np.linspace(0, len(rows) - 1, min(len(rows), count)).astype(np.int64)]
@@ -322,7 +314,7 @@ class Judge:
         """Return the text with the names of rows of the recording in place of places in `rows`."""
 
         def renamed(found: re.Match[str]) -> str:
-            names = [row_name(self._recording.rows_shape, int(rows[int(number)])) for number in found[2].split(", ")]
+            names = [self._row_name(int(rows[int(number)])) for number in found[2].split(", ")]
             return found[1] + ", ".join(name.removeprefix("row ") for name in names)
 
         return re.sub(r"\b(rows? )(\d+(?:, \d+)*)", renamed, text)
