@@ -114,14 +114,11 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
     if options.report is not None:
         report = _earlier(options.report)
     elif options.vectors is not None:
-        from pce_mpi.conformance.offline import bit_vectors, vectors
+        from pce_mpi.conformance.offline import vectors
 
         with _naming("--vectors and --results", OSError, ValueError):
             settings: dict[str, Any] = {"strict": orders.strict, "tolerance": orders.tolerance}
-            if options.bits:
-                report = bit_vectors.judged(options.vectors, options.results)
-            else:
-                report = vectors.judged(options.vectors, options.results, **settings)
+            report = vectors.judged(options.vectors, options.results, **settings)
     else:
         ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
         print(f"starting {ranks} with {orders.candidate}", file=sys.stderr, flush=True)
@@ -215,8 +212,8 @@ def _wrong_work(options: argparse.Namespace) -> str:
         return f"{' and '.join(works)} are given, and only one of them can be done at a time"
     if (options.vectors is None) != (options.results is None):
         return "give both --vectors DIR, with the problems, and --results FILE, with their answers"
-    if options.bits and not (options.export or options.vectors):
-        return "--bits says what --export DIR writes, and what --vectors DIR --results FILE compares"
+    if options.bits and not options.export:
+        return "--bits says what --export DIR writes"
     others = {"--case": options.patterns, "--dtype": options.dtypes, "--seed": options.seed, "--strict": options.strict}
     others |= {"--ranks": options.ranks != [4], "--tolerance": options.tolerance != 1.0}
     if options.bits and (changed := [name for name, value in others.items() if value]):

@@ -94,8 +94,7 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "--bits",
         _FLAG,
-        "with --export: write problems with the bits of their results, in place of exact answers; with --vectors: "
-        "compare the bits of --results with theirs",
+        "with --export: write problems with the bits of their results, in place of exact answers",
     ),
     ("--vectors", _FOLDER, "run nothing, but judge --results against the vectors in DIR"),
     ("--results", _FILE, "answers to --vectors, by any program"),

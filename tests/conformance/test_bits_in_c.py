@@ -14,7 +14,7 @@ from pce_mpi.conformance.offline import bit_vectors
 SOURCE = Path(__file__).with_name("bits.c")
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 REDUCTIONS = ["none", "sum", "mean"]
-OPTIONS = {"reduction", "compute_dtype", "logit_scale", "softcap", "label_smoothing", "z_loss", "ignore_index"}
+OPTIONS = {"compute_dtype", "logit_scale", "softcap", "label_smoothing", "z_loss", "ignore_index"}
 NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4"}
 
 
@@ -51,8 +51,8 @@ def problem(vector, tensors, splits, order):
     rows, classes = logits.shape
     dloss = np.broadcast_to(tensors.get("dloss", 1.0), rows)
     double = vector["dtype"] == "float64" or options.get("compute_dtype") == "float64"
-    dtype, reduction = DTYPES.index(vector["dtype"]), REDUCTIONS.index(options["reduction"])
-    statistics, ignore = "entropy" in vector["results"], options.get("ignore_index", -100)
+    dtype, reduction = DTYPES.index(vector["dtype"]), REDUCTIONS.index(vector["reduction"])
+    statistics, ignore = "entropy" in vector["bits"], options.get("ignore_index", -100)
     header = [rows, classes, len(order), double, dtype, reduction, statistics, weight is not None, ignore]
     numbers = [options.get("logit_scale", 1), options.get("softcap") or 0]
     numbers += [options.get("label_smoothing", 0), options.get("z_loss", 0)]
@@ -94,12 +94,12 @@ def test_program_from_page_alone_has_all_bits(program, exported, cut):
         rows, classes = tensors["logits"].shape
         loss, results = results[: rows * (1 + classes)].reshape(rows, -1), results[rows * (1 + classes) :]
         reduced, results = results[0], results[1:]
-        found = {"loss": loss[:, 0] if vector["options"]["reduction"] == "none" else reduced, "dlogits": loss[:, 1:]}
-        if "entropy" in vector["results"]:
+        found = {"loss": loss[:, 0] if vector["reduction"] == "none" else reduced, "dlogits": loss[:, 1:]}
+        if "entropy" in vector["bits"]:
             row, results = results[: rows * (3 + 2 * classes)].reshape(rows, -1), results[rows * (3 + 2 * classes) :]
             found |= {"log_prob": row[:, 0], "entropy": row[:, 1], "logsumexp": row[:, 2]}
             found |= {"dstatistics": row[:, 3 : 3 + classes], "dlog_prob": row[:, 3 + classes :]}
-        for name in vector["results"]:
+        for name in vector["bits"]:
             is_ = found[name]
             expected = tensors["expected_" + name].astype("<f8")  # exact, so all bits stay
             assert is_.shape == expected.shape

@@ -224,9 +224,9 @@ def test_what_is_no_file_of_vectors_raises(one):
 
 
 WRONG_INDEX = [
-    *({"version": 2}, {"format": "another"}, {"seed": None}, {"vectors": {}}, {"vectors": [3]}),
+    *({"version": 1}, {"format": "another"}, {"seed": None}, {"vectors": {}}, {"vectors": [3]}),
     *({"vectors": [{field: value}]} for field, value in (("name", None), ("expects", "an error"), ("splits", 24))),
-    *({"vectors": [{field: value}]} for field, value in (("axis", "1"), ("options", []), ("gradient", 1))),
+    *({"vectors": [{field: value}]} for field, value in (("axis", "1"), ("options", []), ("gradient", 1), ("bits", 1))),
     *({"vectors": [{"options": each}]} for each in ({"n" * 100_000: 1}, {"label_smoothing": 2}, {"z_loss": "a"})),
     *({"vectors": [{field: value}]} for field, value in (("dtype", "float64"), ("axis", 2), ("reduction", "average"))),
     *({"vectors": [{"splits": each}]} for each in ([], [0, 23])),

@@ -1,36 +1,23 @@
-"""Export problems with the bits of their results, and compare the bits of other programs with them.
+"""Export problems with the bits of their results; `docs/the-bits.md` specifies the arithmetic that gives them.
 
-`docs/the-bits.md` specifies the arithmetic that gives these bits, and `vectors.md` describes the files. All logits are
-integers times powers of two, so that no generator of another version draws others.
+All logits are integers times powers of two, so that no generator of another version draws others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib import metadata
-import json
+from collections.abc import Iterator
 import os
 from pathlib import Path
-import shlex
 from typing import Any
 
 import numpy as np
 
 from pce_mpi import loss
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance.candidates.offers import EVERYTHING
-from pce_mpi.conformance.judging.bits import difference
-from pce_mpi.conformance.judging.outcomes import Finding, Outcome, Report, Verdict
-from pce_mpi.conformance.offline.vectors import INDEX, read_results, write
+from pce_mpi.conformance.offline.vectors import Entry, write
+from pce_mpi.conformance.problems.cases import Expects
 from pce_mpi.conformance.problems.problem import Array
-from pce_mpi.conformance.runs.orders import KIT
-from pce_mpi.conformance.serialization import from_json
-from pce_mpi.distributed.tensor_files import TensorFile
-from pce_mpi.kernels.elementary import VERSION
-from pce_mpi.text import shortened
 
-_FORMAT = {"format": "pce_mpi bits", "arithmetic": VERSION}
 _DTYPES = "float32", "bfloat16", "float16", "float64"
 _ROWS, _CLASSES, _SPLITS = 6, 37, (0, 5, 5, 21, 37)
 # The gradients of the statistics from which `dstatistics` follows.
@@ -51,21 +38,9 @@ _OF_LOGITS = {"logit_scale", "softcap", "compute_dtype", "ignore_index"}
 _KINDS = ("ordinary", "peaked", "offset", "sizes", "huge", "special", "ties", "halfway")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One vector in the index; `vectors.md` explains the fields."""
-
-    name: str
-    file: str
-    dtype: str
-    splits: tuple[int, ...]
-    options: dict[str, Any]
-    results: tuple[str, ...]
-
-
 def export(folder: str | os.PathLike[str]) -> int:
     """Write the vectors to `folder`, and return how many there are. Needs safetensors."""
-    return write(Path(folder), _FORMAT, vectors())
+    return write(Path(folder), vectors())
 
 
 def vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
@@ -87,7 +62,19 @@ def _vector(
 ) -> tuple[Entry, dict[str, Array]]:
     problem = {"logits": logits, "targets": targets, **more}
     results = _results_of(options, **problem)
-    entry = Entry(called, f"{called}.safetensors", logits.dtype.name, _SPLITS, options, tuple(results))
+    entry = Entry(
+        name=called,
+        file=f"{called}.safetensors",
+        catches="other bits",
+        expects=Expects.ANSWER,
+        gradient=True,
+        dtype=logits.dtype.name,
+        axis=1,
+        splits=_SPLITS,
+        reduction=options["reduction"],
+        options={name: value for name, value in options.items() if name != "reduction"},
+        bits=tuple(results),
+    )
     return entry, problem | {f"expected_{name}": array for name, array in results.items()}
 
 
@@ -182,59 +169,3 @@ def drawn(dtype: str, kind: str) -> tuple[Array, Array]:
         x[:] = (rng.integers(2800, 2950, x.shape) + 0.5) * 0.6931471805599453
     with np.errstate(over="ignore"):
         return x.astype(dtype_named(dtype)), targets
-
-
-def judged(folder: str | os.PathLike[str], results: str | os.PathLike[str]) -> Report:
-    """Compare the bits in the file `results` with those of the vectors in `folder`; `vectors.md` says what it has.
-
-    Raises `FileNotFoundError` if there is no index or no file, and `ValueError` for a malformed index or file, for one
-    of another arithmetic, and for results of no vector.
-    """
-    folder, results = Path(folder), Path(results)
-    entries = _index(folder / INDEX)
-    given = read_results(results, folder, {f"{entry.name}/{name}" for entry in entries for name in entry.results})
-    outcomes = [_outcome(entry, folder / entry.file, given) for entry in entries]
-    for outcome in outcomes:
-        outcome.rerun = shlex.join([*KIT, "--bits", "--vectors", str(folder), "--results", str(results)])
-    return Report(
-        candidate=str(results),
-        offer=EVERYTHING,
-        ranks=(len(_SPLITS) - 1,),
-        versions={"pce_mpi": metadata.version("pce_mpi"), "arithmetic": str(VERSION)},
-        seed=0,
-        strict=True,
-        tolerance=1.0,
-        outcomes=outcomes,
-    )
-
-
-def _index(path: Path) -> list[Entry]:
-    try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict) or content.get("format") != _FORMAT["format"]:
-            raise ValueError(f"its format must be {_FORMAT['format']!r}")
-        if content.get("arithmetic") != VERSION:
-            given = content.get("arithmetic")
-            said = "no arithmetic" if given is None else f"arithmetic {from_json(int, given)}"
-            raise ValueError(f"its bits are those of {said}, and this package has arithmetic {VERSION}")
-        return from_json(list[Entry], content["vectors"])
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be used: {shortened(str(error))}") from error
-
-
-def _outcome(entry: Entry, path: Path, given: Mapping[str, Array]) -> Outcome:
-    outcome = Outcome(entry.name, "other bits", Verdict.PASS, ranks=len(entry.splits) - 1, dtype=entry.dtype)
-    answers = {name: given[f"{entry.name}/{name}"] for name in entry.results if f"{entry.name}/{name}" in given}
-    if not answers:
-        outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "none of its results is given"
-        return outcome
-    with TensorFile(path) as file:
-        right = {name: file.read(f"expected_{name}") for name in answers}
-    texts = {name: difference(answer, right[name], _place(answer)) for name, answer in answers.items()}
-    outcome.findings = [Finding("other bits", f"{name}{text}") for name, text in texts.items() if text]
-    outcome.verdict = Verdict.FAIL if outcome.findings else Verdict.PASS
-    return outcome
-
-
-def _place(answer: Array) -> Any:
-    return lambda place: f" at {[int(each) for each in np.unravel_index(place, answer.shape)]}"

@@ -1,14 +1,14 @@
 """Export the cases as files, for code without MPI or Python, and judge the results of such code.
 
-`export` writes problems and their exact answers as safetensors files, an index in JSON, and a page that explains them;
-`judged` compares a file of results, written in any language, with them. Only cases about numbers are exported, not
-those about modified inputs, repeated bits or deadlocks.
+`export` writes problems and their exact answers as safetensors files, an index in JSON, and a page that explains them
+(`bit_vectors` the same with bits in place of exact answers); `judged` compares a file of results, written in any
+language, with them. Only cases about numbers are exported, not those about modified inputs, repeated bits or deadlocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import metadata, resources
 import inspect
 import json
@@ -23,6 +23,7 @@ from pce_mpi.conformance import judging
 from pce_mpi.conformance.candidates.catalogue import cases
 from pce_mpi.conformance.candidates.fitting import problem_of
 from pce_mpi.conformance.candidates.offers import EVERYTHING
+from pce_mpi.conformance.judging.bits import difference
 from pce_mpi.conformance.judging.causes import agree
 from pce_mpi.conformance.judging.judge import Answer
 from pce_mpi.conformance.judging.outcomes import Finding, Outcome, Report, Verdict, shaped
@@ -34,13 +35,14 @@ from pce_mpi.conformance.runs.orders import KIT, Orders
 from pce_mpi.conformance.runs.running import settle
 from pce_mpi.conformance.serialization import from_json, to_json
 from pce_mpi.distributed.tensor_files import TensorFile
+from pce_mpi.kernels.elementary import VERSION
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import check
 from pce_mpi.text import shortened, shown
 
-_FORMAT = {"format": "pce_mpi conformance vectors", "version": 1}
-INDEX = "index.json"
-# The results of the vector NAME are called NAME/loss, ...
+_FORMAT = {"format": "pce_mpi conformance vectors", "version": 2}
+_INDEX = "index.json"
+# The results of the vector NAME are called NAME/loss, ...; those of one with bits as the bits are.
 _RESULTS = ("loss", "dlogits", "refused")
 
 
@@ -58,6 +60,7 @@ class Entry:
     splits: tuple[int, ...]
     reduction: str
     options: dict[str, Any]
+    bits: tuple[str, ...] = ()
 
 
 def export(
@@ -83,8 +86,7 @@ def export(
                 if not problem.gathered and {problem.memory, problem.target_memory, problem.dloss_memory} == {"C"}:
                     yield _entry(f"{case.name}/{size}-ranks", case, problem), dict(_tensors(case, problem))
 
-    judged_so = f"\n## How results are judged\n\n{inspect.cleandoc(judging.__doc__ or '')}\n"
-    return write(Path(folder), {**_FORMAT, "seed": seed}, vectors(), judged_so)
+    return write(Path(folder), vectors(), seed)
 
 
 def judged(
@@ -95,8 +97,11 @@ def judged(
     Raises `FileNotFoundError` if there is no index or no file, `ValueError` for a malformed index, safetensors file or
     vector, and for results of no vector.
     """
-    seed, entries = _index(Path(folder) / INDEX)
-    given = read_results(results, folder, {f"{entry.name}/{key}" for entry in entries for key in _RESULTS})
+    seed, entries = _index(Path(folder) / _INDEX)
+    given = _read(Path(results))
+    known = {f"{entry.name}/{key}" for entry in entries for key in entry.bits or _RESULTS}
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{results} has {shown(unknown[0])}, which is the result of no vector in {folder}")
     settings = Orders("", strict=strict, tolerance=tolerance).settings()
     command = [*KIT, "--vectors", str(folder), "--results", str(results), *settings]
     outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in entries]
@@ -107,7 +112,7 @@ def judged(
         candidate=str(results),
         offer=EVERYTHING,
         ranks=tuple(sorted({outcome.ranks for outcome in outcomes})),
-        versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__},
+        versions={"pce_mpi": metadata.version("pce_mpi"), "numpy": np.__version__, "arithmetic": str(VERSION)},
         seed=seed,
         strict=strict,
         tolerance=tolerance,
@@ -150,10 +155,8 @@ def _entry(name: str, case: Case, problem: Problem) -> Entry:
     )
 
 
-def write(
-    folder: Path, head: dict[str, Any], vectors: Iterable[tuple[Any, Mapping[str, Array]]], more: str = ""
-) -> int:
-    """Write the tensors of each entry, the page with `more` at its end, and the index; return how many there are."""
+def write(folder: Path, vectors: Iterable[tuple[Entry, Mapping[str, Array]]], seed: int = 0) -> int:
+    """Write the tensors of each entry, the page and the index; return how many entries there are."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,18 +167,11 @@ def write(
         save_file({name: np.array(array, order="C") for name, array in tensors.items()}, path)
         entries.append(entry)
     page = resources.files(__package__).joinpath("vectors.md").read_text(encoding="utf-8")
-    (folder / "README.md").write_text(page + more, encoding="utf-8")
-    index = json.dumps({**head, "vectors": to_json(entries)}, indent=1, allow_nan=False)
-    (folder / INDEX).write_text(f"{index}\n", encoding="utf-8")
+    page += f"\n## How results are judged\n\n{inspect.cleandoc(judging.__doc__ or '')}\n"
+    (folder / "README.md").write_text(page, encoding="utf-8")
+    content = {**_FORMAT, "arithmetic": VERSION, "seed": seed, "vectors": to_json(entries)}
+    (folder / _INDEX).write_text(f"{json.dumps(content, indent=1, allow_nan=False)}\n", encoding="utf-8")
     return len(entries)
-
-
-def read_results(path: str | os.PathLike[str], folder: str | os.PathLike[str], known: set[str]) -> dict[str, Array]:
-    """Return the results in a file; raise `ValueError` if it has others than the `known` ones of `folder`."""
-    given = _read(Path(path))
-    if unknown := sorted(given.keys() - known):
-        raise ValueError(f"{path} has {shown(unknown[0])}, which is the result of no vector in {folder}")
-    return given
 
 
 def _read(path: Path) -> dict[str, Array]:
@@ -184,16 +180,19 @@ def _read(path: Path) -> dict[str, Array]:
 
 
 def _index(path: Path) -> tuple[int, list[Entry]]:
-    """Return the seed and the vectors of an index; raise `ValueError` if it is malformed."""
+    """Return the seed and the vectors of an index; raise `ValueError` if it is malformed, or of other bits."""
     try:
         content = json.loads(path.read_bytes())
         if not isinstance(content, dict) or not content.items() >= _FORMAT.items():
-            bits = isinstance(content, dict) and content.get("format") == "pce_mpi bits"
-            hint = ", and these are bits: say --bits" if bits else ""
-            raise ValueError(f"it must be {' of version '.join(map(str, _FORMAT.values()))}{hint}")
-        return from_json(int, content["seed"]), from_json(list[Entry], content["vectors"])
+            raise ValueError(f"it must be {' of version '.join(map(str, _FORMAT.values()))}")
+        seed, entries = from_json(int, content["seed"]), from_json(list[Entry], content["vectors"])
+        if any(entry.bits for entry in entries) and (arithmetic := from_json(int, content["arithmetic"])) != VERSION:
+            raise ValueError(
+                f"its bits are those of arithmetic {arithmetic}, and this package has arithmetic {VERSION}"
+            )
+        return seed, entries
     except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is malformed: {shortened(str(error))}") from error
+        raise ValueError(f"{path} cannot be used: {shortened(str(error))}") from error
 
 
 def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
@@ -221,14 +220,33 @@ def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
 
 def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
     path = folder / entry.file
+    outcome = Outcome(entry.name, entry.catches, Verdict.PASS, ranks=len(entry.splits) - 1, dtype=entry.dtype)
     try:
-        return _judged(entry, _problem(entry, _read(path)), given, tolerance)
+        tensors = _read(path)
+        if entry.bits:
+            return _with_bits(outcome, entry, tensors, given)
+        return _judged(outcome, entry, _problem(entry, tensors), given, tolerance)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no problem: {shortened(str(error))}") from error
 
 
-def _judged(entry: Entry, problem: Problem, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
-    outcome = Outcome(entry.name, entry.catches, Verdict.PASS, ranks=problem.ranks, dtype=entry.dtype)
+def _with_bits(outcome: Outcome, entry: Entry, tensors: Mapping[str, Array], given: Mapping[str, Array]) -> Outcome:
+    """Compare the bits of what is given of a vector with those that it must have."""
+    answers = {name: given[f"{entry.name}/{name}"] for name in entry.bits if f"{entry.name}/{name}" in given}
+    if not answers:
+        return replace(outcome, verdict=Verdict.NOT_OFFERED, note="none of its results is given")
+    texts = {name: difference(got, tensors[f"expected_{name}"], _place(got)) for name, got in answers.items()}
+    outcome.findings = [Finding("other bits", f"{name}{text}") for name, text in texts.items() if text]
+    return replace(outcome, verdict=Verdict.FAIL if outcome.findings else Verdict.PASS)
+
+
+def _place(answer: Array) -> Callable[[int], str]:
+    return lambda place: f" at {[int(each) for each in np.unravel_index(place, answer.shape)]}"
+
+
+def _judged(
+    outcome: Outcome, entry: Entry, problem: Problem, given: Mapping[str, Array], tolerance: Tolerance
+) -> Outcome:
     outcome = shaped(outcome, problem)
     loss, dlogits, refused = (given.get(f"{entry.name}/{each}") for each in _RESULTS)
     refusable = entry.expects is Expects.REFUSAL
