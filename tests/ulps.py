@@ -1,15 +1,12 @@
-"""Distances in ulps, and every tolerance of the tests on numbers: each stands here, once, with its reason.
+"""Every tolerance of the tests on numbers, in ulps: each stands here, once, with its reason.
 
-An ulp of a number is the distance between two neighbours of a dtype in its binade. A result is allowed so many ulps of
-its own size, or of the size of the terms that it is a sum of, where those may cancel.
+A result is allowed so many ulps of its own size, or of the size of the terms that it is a sum of, where those may
+cancel. The arithmetic of ulps is that of the package.
 """
 
-from typing import Any
-
-import ml_dtypes
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from pce_mpi.ulps import errors as errors, ulp as ulp, worst as worst
 
 # A row's loss in float32: its sum of exponentials errs by less than one of them does, 0.7 ulp, and the loss is rounded
 # once more.
@@ -70,31 +67,3 @@ SHARDED = 64
 # A random program of a dozen operations, and its derivative along a direction, against complex NumPy: each operation
 # magnifies the rounding errors of those before it. In ulps of the largest number, or of the terms of the derivative.
 PROGRAM = 2**16
-
-
-def ulp(value: Any, dtype: Any) -> Array:
-    """The distance between neighbours of `dtype` around `value`, as float64."""
-    info = ml_dtypes.finfo(dtype)
-    value = np.asarray(value, np.float64)
-    exponent = np.where(value == 0, info.minexp, np.frexp(value)[1] - 1)
-    return np.ldexp(1.0, np.maximum(exponent, info.minexp) - info.nmant)
-
-
-def errors(got: Any, expected: Any, dtype: Any, size: Any = None, remainder: Any = 0.0) -> Array:
-    """Return the distance of `got` from `expected` (+ `remainder`), in ulps that `size` (or `expected`) has in `dtype`.
-
-    Equal special values are 0 apart, different ones infinitely far.
-    """
-    got, expected = np.asarray(got).astype(np.float64), np.asarray(expected).astype(np.float64)
-    if got.shape != expected.shape:
-        raise AssertionError(f"shape {got.shape} where {expected.shape} was expected")
-    with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.abs((got - expected) - remainder) / ulp(expected if size is None else size, dtype)
-    same = (got == expected) | (np.isnan(got) & np.isnan(expected))
-    special = ~np.isfinite(got) | ~np.isfinite(expected)
-    return np.where(special, np.where(same, 0.0, np.inf), distance)
-
-
-def worst(got: Any, expected: Any, dtype: Any, size: Any = None, remainder: Any = 0.0) -> float:
-    """The largest of `errors`; 0 for no numbers at all."""
-    return float(errors(got, expected, dtype, size, remainder).max(initial=0.0))

@@ -23,9 +23,9 @@ from pce_mpi.autograd.op import Call, Op, operands_of
 from pce_mpi.autograd.recording import put_on_tape
 from pce_mpi.autograd.rules import Plan, Rule, plan
 from pce_mpi.autograd.tape import is_grad_enabled
-from pce_mpi.comm.tracing import cause, fingerprinted_traces
+from pce_mpi.comm.tracing import cause, listeners
 from pce_mpi.distributed.array import DistArray, redistribute
-from pce_mpi.distributed.fingerprint import fingerprint_result
+from pce_mpi.distributed.fingerprint import announce_result
 from pce_mpi.distributed.mesh import text_of_dims
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.sharding import Sharding, steps
@@ -85,9 +85,9 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
             local = op.forward(call, *arrays, **parameters)
     several = isinstance(local, tuple | list) and all(hasattr(part, "shape") for part in local)
     results = list(map(_result, repeat(op), local if several else (local,), repeat(inputs), repeat(planned)))
-    if fingerprinted_traces():
+    if listeners():
         for result in results:
-            fingerprint_result(op.name, result)
+            announce_result(op.name, result)
     put_on_tape(op, results, operands, inputs, required, parameters, call.residuals)
     return tuple(results) if several else results[0]
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from pce_mpi.arrays import array_namespace
 from pce_mpi.autograd.tape import Node, Place, backward, no_grad
-from pce_mpi.comm.tracing import cause, fingerprinted_traces, phase
+from pce_mpi.comm.tracing import cause, listeners, phase
 from pce_mpi.distributed.array import DistArray, redistribute
-from pce_mpi.distributed.fingerprint import fingerprint_result
+from pce_mpi.distributed.fingerprint import announce_result
 from pce_mpi.distributed.placements import Partial, Replicate
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.exact.arithmetic import current, reset_current, set_current
@@ -73,8 +73,8 @@ def _placed_as(gradient: DistArray, destination: Sharding, reason: str) -> DistA
 
 def _accumulate(leaf: DistArray, gradient: DistArray) -> None:
     """Add `gradient` to `leaf.grad`; communicate only if `gradient` is sharded in a way that `leaf` is not."""
-    if fingerprinted_traces():
-        fingerprint_result("gradient", gradient)
+    if listeners():
+        announce_result("gradient", gradient)
     gradient = _summed(gradient)
     before = leaf.grad
     destination = leaf.sharding.natural

@@ -16,7 +16,7 @@ from pce_mpi.conformance import Offer, Outcome, Tolerance, Verdict, cases, offer
 from pce_mpi.conformance.candidates.adapters.ours import ForwardAndBackward, ValueAndGrad
 from pce_mpi.conformance.candidates.fitting import problem_of
 from pce_mpi.conformance.problems.cases import OPTIONS
-from pce_mpi.conformance.problems.tolerances import allowed, ulp
+from pce_mpi.conformance.problems.tolerances import allowed
 from pce_mpi.conformance.reports.summary import problem
 from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.distributed.placements import shard_range
@@ -27,6 +27,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
+from pce_mpi.ulps import ulp
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -45,6 +45,14 @@ def place() -> Place:
     return functions[: -_MOST_FUNCTIONS - 1 : -1]
 
 
+def current_line() -> str:
+    """Return the file and the line of the program that led to this call; "" outside functions of a program."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
 def lines_of(place: Place) -> list[list[Any]]:
     """Return a place without its instructions, which Python numbers otherwise where it runs them faster."""
     return [lines for *lines, _ in place]

@@ -4,16 +4,16 @@ Every collective appends one event. Its cause and its phase are those of the enc
 Nothing is kept unless a `trace()` is open, so without one a collective only reads an empty tuple. The trace does not
 show how private communicators are made and freed.
 
-A trace may list fingerprints of results as well. Functions that make results ask `fingerprinted_traces` and call
-`record_result`; this file knows no arrays.
+A trace may list fingerprints of results as well, and functions may listen to the results themselves. Who makes results
+asks `listeners` and gives them to `announce_result` of `fingerprint.py`; this file knows no arrays.
 
 The picture of a trace: one bar for each collective, in order; its height is the bytes that this rank put in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -228,8 +228,10 @@ def aligned(rows: Sequence[Sequence[str]], right: int | None = None) -> str:
     )
 
 
+Listener = Callable[[str, Any], object]
 _open: ContextVar[tuple[Trace, ...]] = ContextVar("open_traces", default=())
-_fingerprinted: ContextVar[tuple[Trace, ...]] = ContextVar("fingerprinted_traces", default=())
+# Traces, which take the fingerprint of each result, and functions, which take its operation and the array.
+_listeners: ContextVar[tuple[Trace | Listener, ...]] = ContextVar("listeners", default=())
 _phase: ContextVar[str] = ContextVar("phase", default="forward")
 _scope: ContextVar[str] = ContextVar("scope", default="")
 
@@ -268,12 +270,21 @@ def trace(*, fingerprints: bool = False) -> Iterator[Trace]:
     """
     fingerprints, opened = flag(fingerprints, "fingerprints"), Trace()
     token = _open.set((*_open.get(), opened))
-    fingerprinted = _fingerprinted.set((*_fingerprinted.get(), opened) if fingerprints else _fingerprinted.get())
     try:
-        yield opened
+        with listening(opened) if fingerprints else nullcontext():
+            yield opened
     finally:
-        _fingerprinted.reset(fingerprinted)
         _open.reset(token)
+
+
+@contextmanager
+def listening(listener: Trace | Listener) -> Iterator[None]:
+    """Give every result of the block to `listener`: of operations, and "gradient" for one that reaches a made array."""
+    token = _listeners.set((*_listeners.get(), listener))
+    try:
+        yield
+    finally:
+        _listeners.reset(token)
 
 
 @contextmanager
@@ -360,7 +371,7 @@ _cause: ContextVar[cause] = ContextVar("cause")
 current_cause = _cause.get
 open_traces = _open.get
 # These two run so in every operation.
-fingerprinted_traces = _fingerprinted.get
+listeners = _listeners.get
 current_phase, current_scope, set_scope = _phase.get, _scope.get, _scope.set
 
 
@@ -385,8 +396,9 @@ def record(why: cause, collective: str, purpose: Purpose, *, ranks: int, bytes: 
 def record_result(operation: str, dtype: str, shape: tuple[int, ...], fingerprint: str) -> None:
     """Append one result to every open trace that takes fingerprints."""
     result = Result(_phase.get(), operation, dtype, shape, fingerprint, _scope.get())
-    for opened in fingerprinted_traces():
-        opened.results.append(result)
+    for each in listeners():
+        if isinstance(each, Trace):
+            each.results.append(result)
 
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pce_mpi.arrays import array_namespace, to_host
 from pce_mpi.comm.agreement import all_gather_text, local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.errors import text_by_rank
-from pce_mpi.comm.tracing import cause, current_phase, record_result, untraced
+from pce_mpi.comm.tracing import Trace, cause, current_phase, listeners, record_result, untraced
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Replicate
@@ -138,8 +138,13 @@ def fingerprint(arrays: DistArray | Mapping[str, DistArray] | Iterable[DistArray
     return hashlib.sha256(json.dumps(sorted(found)).encode()).hexdigest()
 
 
-def fingerprint_result(operation: str, x: DistArray) -> None:
-    """Add the fingerprint of a result of `operation` to the open traces that take fingerprints; collective."""
+def announce_result(operation: str, x: DistArray) -> None:
+    """Give a result of `operation` to functions that listen, and its fingerprint to traces, which is collective."""
+    functions = [each for each in listeners() if not isinstance(each, Trace)]
+    for listen in functions:
+        listen(operation, x)
+    if len(functions) == len(listeners()):
+        return
     try:
         with untraced():
             found = fingerprint(x)

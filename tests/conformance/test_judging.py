@@ -14,7 +14,7 @@ from pce_mpi.conformance.judging.outcomes import Finding
 from pce_mpi.conformance.problems.cases import DTYPES
 from pce_mpi.conformance.problems.kinds.loss import LOSS
 from pce_mpi.conformance.problems.problem import Problem
-from pce_mpi.conformance.problems.tolerances import ulp
+from pce_mpi.ulps import ulp
 import ulps
 
 USUAL, STRICT = Tolerance(), Tolerance(strict=True)

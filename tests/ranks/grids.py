@@ -1,7 +1,7 @@
 """Meshes of all shapes, and what each rank of a mesh holds of a global array.
 
-`local_of` takes a global array apart as a sharding says, with random terms where it is Partial, and `assembled` puts
-together what all ranks hold, and refuses replicas that differ by a bit.
+`local_of`, of the package, takes a global array apart as a sharding says; `assembled` puts together what all ranks
+hold, and refuses replicas that differ by a bit.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,14 @@ from mpi4py import MPI
 import numpy as np
 
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard
-from pce_mpi.distributed.sharding import Coordinates, Dims, Sharding, Splits
+from pce_mpi.distributed.placements import Placement, Shard
+from pce_mpi.distributed.sharding import Dims, Sharding, Splits
+from pce_mpi.testing.placing import (
+    averaged,
+    local_of as local_of,
+    operators_of,
+    placements_of as placements_of,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -78,59 +84,14 @@ def spread(dims: Dims, shape: tuple[int, ...], *placements: Placement, seed: Any
 # Terms
 
 
-def local_of(whole: Array, sharding: Sharding, coordinates: Coordinates, seed: Any = 0) -> Array:
-    """Return the part of `whole` of the rank at `coordinates`; terms of a sum are small whole numbers: it is exact."""
-    terms = _terms(whole, sharding, seed)
-    term = terms[tuple(coordinates[dim] for dim in sharding.partial_dims)]
-    return np.array(term[sharding.slices(coordinates)])
-
-
-def _terms(whole: Array, sharding: Sharding, seed: Any) -> dict[tuple[int, ...], Array]:
-    """One term for each coordinate along the partial dims; together they are `whole`."""
-    dims = sharding.partial_dims
-    places = list(product(*(range(sharding.sizes[dim]) for dim in dims)))
-    operators = _operators(sharding)
-    rng = np.random.default_rng(seed)
-    if not dims:
-        return {(): whole}
-    if operators <= {"sum", "avg"}:
-        draws = [rng.integers(0, 3, whole.shape).astype(whole.dtype) for _ in places[1:]]
-        if whole.dtype.kind == "u":  # few terms of an element, so that the rest of it is not below 0
-            index = np.arange(whole.size).reshape(whole.shape)
-            draws = [draw * ((index + number) % 4 == 0) for number, draw in enumerate(draws)]
-        draws.insert(int(rng.integers(len(places))), whole - sum(draws, start=np.zeros_like(whole)))
-        terms = [(draw * _averaged(sharding)).astype(whole.dtype) for draw in draws]
-    else:
-        # Each element is attained somewhere, and nowhere exceeded. Booleans are turned off, and on for the smallest.
-        attained = rng.integers(0, len(places), whole.shape)
-        largest = operators == {"max"}
-        terms = []
-        for number in range(len(places)):
-            away = rng.integers(0, 2, whole.shape).astype(whole.dtype)
-            if whole.dtype.kind == "b":
-                other = whole & away if largest else whole | away
-            else:
-                other = whole - away if largest else whole + away
-            terms.append(np.where(attained == number, whole, other))
-    return dict(zip(places, terms, strict=True))
-
-
-def _operators(sharding: Sharding) -> set[str]:
-    return {placement.operator for placement in sharding.placements if isinstance(placement, Partial)}
-
-
-def _averaged(sharding: Sharding) -> int:
-    return prod(sharding.sizes[dim] for dim in sharding.partial_dims if sharding.by_dim[dim] == Partial("avg"))
-
-
 def combined(terms: list[Array], sharding: Sharding) -> Array:
     """Combine the terms, in float64 if there are numbers to add."""
-    operators = _operators(sharding)
+    operators = operators_of(sharding)
     if not operators:
         return terms[0]
     if operators <= {"sum", "avg"}:
         total = sum((np.asarray(term, np.float64) for term in terms), start=np.zeros(terms[0].shape))
-        return np.asarray(total / _averaged(sharding))
+        return np.asarray(total / averaged(sharding))
     return (np.maximum if operators == {"max"} else np.minimum).reduce(terms)
 
 
@@ -213,11 +174,6 @@ def awaiting_a_message(comm: MPI.Intracomm) -> Iterator[None]:
 
 
 # Placements
-
-
-def placements_of(ndim: int, *operators: Any) -> list[Placement]:
-    """Shard of each axis, Replicate, and Partial with each of `operators`."""
-    return [*(Shard(axis) for axis in range(ndim)), Replicate(), *(Partial(operator) for operator in operators)]
 
 
 def nested(whole: Array, sizes: tuple[int, ...], index: tuple[int, ...], axis: int) -> Array:

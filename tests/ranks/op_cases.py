@@ -19,6 +19,7 @@ from pce_mpi import DistArray, Mesh, Partial, Replicate, Rule, Shard, dense, fro
 from pce_mpi.arrays import array_namespace, to_host
 from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.testing.gradients import normal_numbers as numbers
 from ranks.grids import local_of, mesh_of
 from ulps import worst
 
@@ -86,12 +87,6 @@ def listed(results: Any) -> list[Any]:
 # ------------------------------------------------------------------------------------------------------ their numbers
 
 _rng = np.random.default_rng(0)
-
-
-def numbers(rng: np.random.Generator, shape: Sequence[int]) -> Array:
-    """Return normally distributed numbers, but never 0."""
-    drawn = np.round(rng.normal(0, 1, shape) * 128) / 128
-    return np.asarray(drawn + 1 / 256)
 
 
 def normal(*shape: int) -> Array:

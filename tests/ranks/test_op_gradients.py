@@ -16,6 +16,7 @@ from pce_mpi.autograd.recording import put_on_tape
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.distributed.sharding import Sharding
+from pce_mpi.testing.gradients import slope
 from ranks.op_cases import (
     CASES,
     DEFINED,
@@ -30,9 +31,6 @@ from ranks.op_cases import (
     replicated,
 )
 from ulps import FINITE_DIFFERENCE, HALF, OPERATION
-
-# A power of two, so that operands and the direction are added without rounding: close to eps**(1/3).
-STEP = 2.0**-17
 
 
 def test_every_operation_is_in_table():
@@ -80,26 +78,6 @@ def test_method_gives_what_its_function_gives(name):
 # -------------------------------------------------------------------------------------------- results and gradients
 
 
-def projected(case, operands):
-    """The sum of the results, each times its projection."""
-    with np.errstate(all="ignore"):
-        results = listed(case.smooth(*operands))
-    return sum(
-        np.sum(np.where(np.isfinite(result), result, 0.0) * projection)
-        for result, projection in zip(results, case.projections, strict=True)
-    )
-
-
-def slope(case, index, direction):
-    """The derivative of the projected results along a direction of one operand, by a central difference."""
-    x = case.operands[index]
-    ends = [
-        projected(case, [*case.operands[:index], x + sign * STEP * direction, *case.operands[index + 1 :]])
-        for sign in (1, -1)
-    ]
-    return (ends[0] - ends[1]) / (2 * STEP)
-
-
 def faults_of(case):
     """Return the faults in the gradients of one line of the table in one process, as text."""
     outcome = evaluate(case, alone(), replicated(case, alone()))
@@ -111,7 +89,8 @@ def faults_of(case):
             continue
         direction = numbers(np.random.default_rng(index), x.shape)
         got = np.sum(np.where(np.isfinite(x), gradient.local * direction, 0.0))
-        error = error_of(case, got, np.asarray(slope(case, index, direction)))
+        quotient = slope(lambda *y: listed(case.smooth(*y)), case.operands, index, direction, case.projections)
+        error = error_of(case, got, np.asarray(quotient))
         if not error <= FINITE_DIFFERENCE:
             found.append(f"{case.name}: the gradient of operand {index} is {error:.3g} ulp off")
     return found

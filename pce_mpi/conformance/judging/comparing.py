@@ -11,7 +11,8 @@ import numpy as np
 from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.problems.problem import Array, Problem
-from pce_mpi.conformance.problems.tolerances import Tolerance, Units, allowed, coarsest, finest, ulp
+from pce_mpi.conformance.problems.tolerances import Tolerance, Units, allowed, coarsest, finest
+from pce_mpi.ulps import ulp
 
 _MAP_ROWS, _MAP_CLASSES = 48, 192
 

@@ -10,9 +10,10 @@ from pce_mpi.arrays import compute_dtype_of
 from pce_mpi.conformance.judging.comparing import Compared, errors_in
 from pce_mpi.conformance.judging.outcomes import Accuracy, Fault, Finding
 from pce_mpi.conformance.problems.problem import Array, Problem
-from pce_mpi.conformance.problems.tolerances import Tolerance, Units, allowed, ulp
+from pce_mpi.conformance.problems.tolerances import Tolerance, Units, allowed
 from pce_mpi.conformance.text import meant
 from pce_mpi.exact.products import product
+from pce_mpi.ulps import ulp
 
 # Larger chunks are so few that sums of them in half precision pass.
 _CHUNKS = range(1, 9)

@@ -29,7 +29,8 @@ from pce_mpi.conformance.offline.recordings import LOGITS, NUMBERS, Piece, Recor
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.problem import Array, Problem, row_name
 from pce_mpi.conformance.problems.textbook import Textbook
-from pce_mpi.conformance.problems.tolerances import Tolerance, allowed, least_unit, ulp
+from pce_mpi.conformance.problems.tolerances import Tolerance, allowed, least_unit
+from pce_mpi.ulps import ulp
 
 _USUAL = Tolerance()
 # Faults are named by so many rows, or more if they have no more logits than a piece: few could be named by accident.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.problems.problem import Array, Problem
 from pce_mpi.conformance.problems.textbook import Textbook
-
-# Bits of the fraction, and the exponent of the smallest normal number.
-_FORMATS = {"float16": (10, -14), "bfloat16": (7, -126), "float32": (23, -126), "float64": (52, -1022)}
+from pce_mpi.ulps import FORMATS, ulp
 
 _ALLOWED = {"float64": 32.0, "float32": 8.0, "float16": 2.0, "bfloat16": 2.0}
 # Our own functions stay below these; in float64 `dense` errs as well.
@@ -40,22 +38,14 @@ def allowed(tolerance: Tolerance, dtype: str) -> float:
     return tolerance.factor * (_STRICT if tolerance.strict else _ALLOWED)[dtype]
 
 
-def ulp(values: Any, dtype: str) -> Array:
-    """Return the distance of neighbours in `dtype` around `values`, as float64; the least for subnormals and nan."""
-    fraction, least = _FORMATS[dtype]
-    values = np.nan_to_num(np.asarray(values, np.float64), posinf=0.0, neginf=0.0)
-    exponent = np.where(values == 0, least, np.frexp(values)[1] - 1)
-    return np.ldexp(1.0, np.maximum(exponent, least) - fraction)
-
-
 def coarsest(*dtypes: str) -> str:
     """Return the dtype with the fewest bits in its fraction."""
-    return min(dtypes, key=lambda dtype: _FORMATS[dtype][0])
+    return min(dtypes, key=lambda dtype: FORMATS[dtype][0])
 
 
 def finest(*dtypes: str) -> str:
     """Return the dtype with the most bits in its fraction."""
-    return max(dtypes, key=lambda dtype: _FORMATS[dtype][0])
+    return max(dtypes, key=lambda dtype: FORMATS[dtype][0])
 
 
 def has_dtype(dtype: str) -> bool:

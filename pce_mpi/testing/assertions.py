@@ -1,0 +1,233 @@
+"""Assertions about numbers on ranks: close to the right ones, in ulps or as NumPy has it.
+
+An assertion with a communicator, or with a distributed array, whose mesh has one, is collective: the ranks check their
+arguments, compare, and tell each other the result before any of them raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pce_mpi.arrays import REAL, as_array, is_floating, is_real, to_host
+from pce_mpi.comm.agreement import local_checks
+from pce_mpi.distributed.array import DistArray
+from pce_mpi.testing.together import Place, Together, elements_off, held_by, part_of
+from pce_mpi.ulps import distances, ulp
+from pce_mpi.validation import integers, real
+
+Array = np.ndarray[Any, Any]
+
+
+def assert_ulps(
+    got: Any, exact: Any, most: float, *, comm: Any = None, offset: int | Sequence[int] | None = None
+) -> None:
+    """Assert that no number is further than some ulps from the exact one.
+
+    Every element must have |got - exact| <= most ulp(exact), where ulp(x) = 2^(floor(log2 |x|) - p) is the distance of
+    neighbours around x in the dtype of `got`, whose fraction has p bits: 10 (float16), 7 (bfloat16), 23 (float32), 52
+    (float64). Around 0 and subnormal numbers it is that of the smallest normal number; for integers and bool it is 1.
+    A result that was rounded correctly is at most 0.5 ulp off.
+
+    Parameters
+    ----------
+    got : DistArray or array_like
+        The numbers to judge: bool, integers, float16, bfloat16, float32 or float64.
+    exact : DistArray or array_like
+        The right numbers, of the same global shape. Numbers wider than float64 (`fractions.Fraction`, `mpmath.mpf`,
+        `decimal.Decimal`, int) are taken from an array or a list of objects, to all of their digits.
+    most : float
+        The number of ulps that are allowed.
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks that assert together. A `DistArray` has those of its mesh, and needs no `comm`; without either this
+        rank asserts alone.
+    offset : int or sequence of int, optional
+        For a plain array that is this rank's shard: the index of its first element in the global array, one number for
+        each axis. Then `exact` is the global array, and indices in the text are global. `Piece.offset` of `shards_of`
+        is one.
+
+    Raises
+    ------
+    AssertionError
+        If numbers are further off, on every rank of `comm`. The text has, for each rank that has found some, how many
+        of its elements they are, and of the worst ones the global index, both numbers and the distance.
+    TypeError, ValueError
+        If an argument is wrong, on every rank of `comm`.
+    CollectiveError
+        If ranks differ in `most`.
+
+    Notes
+    -----
+    nan equals nan. Infinities must be equal; an exact number that rounds to infinity in the dtype counts as infinity.
+
+    Collective over `comm` or the mesh: an Allgather of 56 bytes, one of 8 and an Allgatherv of text. A Partial array is
+    reduced first, and an `exact` that is a `DistArray` is gathered.
+
+    Examples
+    --------
+    >>> from fractions import Fraction
+    >>> import numpy as np
+    >>> from pce_mpi.testing.assertions import assert_ulps
+    >>> assert_ulps(np.float32(1) / np.float32(3), Fraction(1, 3), 0.5)
+    >>> assert_ulps(np.array([1.0, 2.5], np.float32), [1.0, 2.0], 1)
+    Traceback (most recent call last):
+    AssertionError: more than 1 ulp of float32 off: 1 of 2 elements
+      at (1,): got 2.5, exact 2.0, 2.1e+06 ulp
+    """
+
+    _assert_near("assert_ulps", got, exact, {"most": most}, comm, offset)
+
+
+def assert_close(
+    got: Any,
+    expected: Any,
+    rtol: float = 1e-7,
+    atol: float = 0.0,
+    *,
+    comm: Any = None,
+    offset: int | Sequence[int] | None = None,
+) -> None:
+    """Assert that no number is further from the expected one than a part of it, as `numpy.testing.assert_allclose`.
+
+    Every element must have |got - expected| <= atol + rtol |expected|.
+
+    Parameters
+    ----------
+    got, expected : DistArray or array_like
+        As `got` and `exact` of `assert_ulps`.
+    rtol, atol : float, optional
+        The distance that is allowed, as a part of the expected number, and in its unit.
+    comm, offset
+        Those of `assert_ulps`.
+
+    Raises
+    ------
+    AssertionError, TypeError, ValueError, CollectiveError
+        As `assert_ulps` does.
+
+    Notes
+    -----
+    nan equals nan, and infinities must be equal. Communicates as `assert_ulps` does.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> import numpy as np, pce_mpi as pce
+    >>> from pce_mpi.testing.assertions import assert_close
+    >>> x = pce.distribute(np.ones((2, 3)), pce.Mesh(MPI.COMM_SELF, data=1), data=pce.Shard(0))
+    >>> assert_close(x * 2, np.full((2, 3), 2.0))
+    """
+
+    _assert_near("assert_close", got, expected, {"rtol": rtol, "atol": atol}, comm, offset)
+
+
+class Numbers(NamedTuple):
+    """Right numbers as they were given, as float64, and what those leave."""
+
+    given: Array
+    head: Array
+    rest: Array
+
+    @staticmethod
+    def of(value: Any, name: str) -> Numbers:
+        """Return the numbers of an array; `TypeError`, which names the argument, if it has others."""
+        given = value if hasattr(value, "__dlpack__") else np.asarray(value)
+        if given.dtype != object:
+            given = real_array(given, name)
+            if given.dtype.kind not in "iu":
+                return Numbers(given, given.astype(np.float64), np.zeros(given.shape))
+        try:
+            objects = given.astype(object)
+            head = [_as_float(each) for each in objects.flat]
+            rest = [float(x - type(x)(y)) if math.isfinite(y) else 0.0 for x, y in zip(objects.flat, head, strict=True)]
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must be an array of real numbers: {error}") from error
+        return Numbers(given, np.array(head).reshape(given.shape), np.array(rest).reshape(given.shape))
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def real_array(value: Any, name: str) -> Array:
+    """Return an array of real numbers on the host; `TypeError`, which names the argument, for others."""
+    array = to_host(as_array(value, name))
+    if not is_real(array.dtype):
+        raise TypeError(f"{name} must be {REAL}, got {array.dtype}")
+    return array
+
+
+def not_negative(value: Any, name: str) -> float:
+    """Return `value` as a float; an error, which names the argument, if it is no number or below 0."""
+    number = real(value, name)
+    if not number >= 0:
+        raise ValueError(f"{name} must not be negative, got {value!r}")
+    return number
+
+
+def _place(held: Array, offset: Any) -> Place:
+    """Return the part of the global array that begins at `offset`, or at 0 without one."""
+    start = [0] * held.ndim if offset is None else integers(offset, "offset")
+    if len(start) != held.ndim or min(start, default=0) < 0:
+        raise ValueError(f"offset must have a number for each of {held.ndim} axes, none below 0, got {offset!r}")
+    return tuple(slice(first, first + length) for first, length in zip(start, held.shape, strict=True))
+
+
+def _assert_near(operation: str, got: Any, right: Any, limits: dict[str, float], comm: Any, offset: Any) -> None:
+    ranks = Together.of(operation, comm, got, right)
+    name, place, at = ("exact" if "most" in limits else "expected"), Place(), ""
+    with local_checks() as checks:
+        limits = {limit: not_negative(value, limit) for limit, value in limits.items()}
+        if not isinstance(got, DistArray):
+            got = real_array(got, "got")
+            place = _place(got, offset)
+            at = "" if offset is None else f" at {tuple(part.start for part in place)}"
+        elif offset is not None:
+            raise TypeError("offset is for plain arrays, as a DistArray knows its place")
+        if not isinstance(right, DistArray):
+            right = Numbers.of(right, name)
+    ranks.agree(checks.error, **limits)
+    if isinstance(right, DistArray):
+        right = Numbers.of(right.full(), name)
+    held = got
+    if isinstance(got, DistArray):
+        held, place = held_by(got)
+    shape = right.given.shape
+    if shape == got.shape or (at and len(shape) == held.ndim):
+        right = Numbers(*(part_of(each, place) for each in right))
+    # A piece that goes on behind the end of the right array has more elements than that has there.
+    if right.given.shape == held.shape:
+        ranks.fail(_far(held, right, limits, place))
+    else:
+        ranks.fail(f"got shape {got.shape}{at}, {name} shape {shape}")
+
+
+@np.errstate(all="ignore")
+def _far(held: Array, right: Numbers, limits: dict[str, float], place: Place) -> str:
+    """Say which elements are further off than the limits allow; "" if none is."""
+    dtype, head, in_ulps = held.dtype, right.head, is_floating(held.dtype)
+    name, title = "expected", f"further off than {', '.join(f'{limit}={most:g}' for limit, most in limits.items())}"
+    if "most" in limits:
+        name, title = "exact", f"more than {limits['most']:g} ulp of {dtype} off"
+        if in_ulps:  # what rounds to infinity is infinity
+            head = np.where(np.isinf(head.astype(dtype).astype(np.float64)), np.copysign(np.inf, head), head)
+    if in_ulps:
+        distance, unit = distances(held, head, right.rest), ulp(head, dtype)
+    else:
+        apart = np.abs(held.astype(object) - right.given.astype(object))
+        distance, unit = np.array([_as_float(each) for each in apart.flat]).reshape(held.shape), np.ones(held.shape)
+    allowed = limits.get("atol", 0.0) + limits.get("rtol", 0.0) * np.abs(head) + limits.get("most", 0.0) * unit
+    off = ~((distance == 0) | (distance <= allowed)) | np.isinf(distance)
+    ulps = np.where(np.isnan(distance), np.inf, distance / unit)
+
+    def describe(index: tuple[int, ...]) -> str:
+        apart = f", {ulps[index]:.3g} ulp" if in_ulps and np.isfinite(ulps[index]) else ""
+        return f"got {held[index]!s}, {name} {right.given[index]!s}{apart}"
+
+    return elements_off(title, off, describe, place=place, distance=ulps)
