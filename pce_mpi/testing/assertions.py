@@ -1,4 +1,4 @@
-"""Assertions about numbers on ranks: close to the right ones, in ulps or as NumPy has it.
+"""Assertions about arrays and values on ranks: close to the right numbers, equal in all bits, equal on all ranks.
 
 An assertion with a communicator, or with a distributed array, whose mesh has one, is collective: the ranks check their
 arguments, compare, and tell each other the result before any of them raises.
@@ -6,18 +6,24 @@ arguments, compare, and tell each other the result before any of them raises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import math
-from typing import Any, NamedTuple
+import pickle
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pce_mpi.arrays import REAL, as_array, is_floating, is_real, to_host
 from pce_mpi.comm.agreement import local_checks
+from pce_mpi.comm.errors import ranks_text
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.testing.together import Place, Together, elements_off, held_by, part_of
+from pce_mpi.text import shown
 from pce_mpi.ulps import distances, ulp
 from pce_mpi.validation import integers, real
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 Array = np.ndarray[Any, Any]
 
@@ -29,7 +35,7 @@ def assert_ulps(
 
     Every element must have |got - exact| <= most ulp(exact), where ulp(x) = 2^(floor(log2 |x|) - p) is the distance of
     neighbours around x in the dtype of `got`, whose fraction has p bits: 10 (float16), 7 (bfloat16), 23 (float32), 52
-    (float64). Around 0 and subnormal numbers it is that of the smallest normal number; for integers and bool it is 1.
+    (float64). Around 0 and subnormal numbers it is the smallest positive number; for integers and bool it is 1.
     A result that was rounded correctly is at most 0.5 ulp off.
 
     Parameters
@@ -124,6 +130,112 @@ def assert_close(
     _assert_near("assert_close", got, expected, {"rtol": rtol, "atol": atol}, comm, offset)
 
 
+def assert_same_bits(*arrays: Any, comm: MPI.Intracomm | None = None) -> None:
+    """Assert that arrays have the same dtype, shape and bits: each other's, on this rank and on all others.
+
+    Distributed arrays are compared by their global values, whatever their placements, and may be on different meshes.
+    All nan count as equal, as the bits of nan depend on the processor; 0.0 and -0.0 differ.
+
+    Parameters
+    ----------
+    *arrays : DistArray or array_like
+        Arrays of bool, integers or real numbers, each of the same global shape. A single one is compared over ranks.
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks on which all of `arrays` must be equal. Unless given, those of the largest mesh of a `DistArray`;
+        without such a one this rank asserts alone.
+
+    Raises
+    ------
+    AssertionError
+        If arrays differ, on every rank of `comm`. The text has for each rank that holds another array, or differing
+        ones, the dtypes or shapes; or the number of elements with other bits, and of the first ones the global index,
+        both numbers and both bit patterns, in hexadecimal digits.
+    TypeError
+        If there is no array, or nothing to compare a single one with, on every rank of `comm`.
+
+    Notes
+    -----
+    Collective over `comm`, and over the mesh of each `DistArray`, which is gathered as `full` does: an Allgather of 56
+    bytes, and text. If bits differ, rank 0 sends the bits of its first array to the others.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pce_mpi.testing.assertions import assert_same_bits
+    >>> assert_same_bits(np.float32([1, 2]), np.float32([1, 2.0000002]))
+    Traceback (most recent call last):
+    AssertionError: array 1 has other bits than array 0: 1 of 2 elements
+      at (1,): 2.0000002 is 0x40000001, 2.0 is 0x40000000
+    """
+    ranks = Together.of("assert_same_bits", comm, *arrays)
+    with local_checks() as checks:
+        if len(arrays) < 1 + (ranks.comm is None):
+            raise TypeError(f"assert_same_bits takes two arrays or more, or one and comm, got {len(arrays)}")
+        arrays = tuple(x if isinstance(x, DistArray) else real_array(x, f"array {i}") for i, x in enumerate(arrays))
+    ranks.agree(checks.error, arrays=len(arrays))
+    whole = [np.asarray(to_host(x.full()) if isinstance(x, DistArray) else x, order="C") for x in arrays]
+    name = "array 0" if ranks.comm is None else "array 0 of rank 0"
+    right = ranks.gather(whole[0] if ranks.comm is None or ranks.comm.rank == 0 else None)[0]
+    failures = (other_bits(f"array {number} has other bits than {name}", x, right) for number, x in enumerate(whole))
+    ranks.fail("\n".join(filter(None, failures)))
+
+
+def assert_same_on_ranks(value: Any, comm: MPI.Intracomm) -> None:
+    """Assert that a value is equal on all ranks.
+
+    Numbers, texts, arrays, and lists, tuples and dicts of them are compared part by part. Arrays must have equal
+    dtypes, shapes and elements; nan equals nan. Other objects are compared by `==`.
+
+    Parameters
+    ----------
+    value : object
+        This rank's value. It must be possible to pickle it.
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+
+    Raises
+    ------
+    AssertionError
+        If ranks differ, on every rank. The text names the ranks that differ from most others, and the first part, and
+        of an array the first index, at which they do, with both values.
+    TypeError
+        If `comm` is no communicator; or, on every rank, if `value` cannot be pickled, as a `DistArray` cannot.
+
+    Notes
+    -----
+    Collective: an Allgather of 56 bytes, one of 8, and an Allgatherv of all values, pickled.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> from pce_mpi.testing.assertions import assert_same_on_ranks
+    >>> assert_same_on_ranks({"step": 3, "losses": [0.5, 0.25]}, MPI.COMM_SELF)
+    """
+    if comm is None:
+        raise TypeError("assert_same_on_ranks takes the communicator of the ranks, got None")
+    ranks, sent = Together.of("assert_same_on_ranks", comm), b""
+    with local_checks() as checks:
+        try:
+            sent = pickle.dumps(list(leaves(value)))
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise TypeError(f"the value cannot be sent to other ranks: {error}") from error
+    ranks.agree(checks.error)
+    values = [pickle.loads(each) for each in ranks.gather(sent)]
+    groups: list[list[int]] = []
+    for rank, each in enumerate(values):
+        like = next((group for group in groups if not _difference(each, values[group[0]])), None)
+        groups.append([rank]) if like is None else like.append(rank)
+    most = max(groups, key=len)
+    differing = [
+        f"{ranks_text(group)} differ{'s' * (len(group) == 1)} from {ranks_text(most)}"
+        f"{_difference(values[group[0]], values[most[0]])}"
+        for group in groups
+        if group is not most
+    ]
+    if differing:
+        ranks.raise_together(differing)
+
+
 class Numbers(NamedTuple):
     """Right numbers as they were given, as float64, and what those leave."""
 
@@ -134,17 +246,17 @@ class Numbers(NamedTuple):
     @staticmethod
     def of(value: Any, name: str) -> Numbers:
         """Return the numbers of an array; `TypeError`, which names the argument, if it has others."""
-        given = value if hasattr(value, "__dlpack__") else np.asarray(value)
-        if given.dtype != object:
-            given = real_array(given, name)
-            if given.dtype.kind not in "iu":
-                return Numbers(given, given.astype(np.float64), np.zeros(given.shape))
         try:
+            given = value if hasattr(value, "__dlpack__") else np.asarray(value)
+            if given.dtype != object:
+                given = real_array(given, name)
+                if given.dtype.kind not in "iu":  # float64 has not all whole numbers
+                    return Numbers(given, given.astype(np.float64), np.zeros(given.shape))
             objects = given.astype(object)
             head = [_as_float(each) for each in objects.flat]
             rest = [float(x - type(x)(y)) if math.isfinite(y) else 0.0 for x, y in zip(objects.flat, head, strict=True)]
         except (TypeError, ValueError) as error:
-            raise TypeError(f"{name} must be an array of real numbers: {error}") from error
+            raise TypeError(f"{name} cannot be taken as an array of real numbers: {error}") from error
         return Numbers(given, np.array(head).reshape(given.shape), np.array(rest).reshape(given.shape))
 
 
@@ -222,12 +334,69 @@ def _far(held: Array, right: Numbers, limits: dict[str, float], place: Place) ->
     else:
         apart = np.abs(held.astype(object) - right.given.astype(object))
         distance, unit = np.array([_as_float(each) for each in apart.flat]).reshape(held.shape), np.ones(held.shape)
-    allowed = limits.get("atol", 0.0) + limits.get("rtol", 0.0) * np.abs(head) + limits.get("most", 0.0) * unit
-    off = ~((distance == 0) | (distance <= allowed)) | np.isinf(distance)
     ulps = np.where(np.isnan(distance), np.inf, distance / unit)
+    close = ulps <= limits["most"] if "most" in limits else distance <= limits["atol"] + limits["rtol"] * np.abs(head)
+    off = ~((distance == 0) | close) | np.isinf(distance)
 
     def describe(index: tuple[int, ...]) -> str:
         apart = f", {ulps[index]:.3g} ulp" if in_ulps and np.isfinite(ulps[index]) else ""
         return f"got {held[index]!s}, {name} {right.given[index]!s}{apart}"
 
     return elements_off(title, off, describe, place=place, distance=ulps)
+
+
+def _bits(array: Array) -> Array:
+    """Return the bits of each element as a whole number, those of every nan alike."""
+    bits = array.view(f"u{array.dtype.itemsize}")
+    with np.errstate(invalid="ignore"):
+        return np.where(array == array, bits, np.iinfo(bits.dtype).max)
+
+
+def other_bits(title: str, x: Array, reference: Array, place: Place = ()) -> str:
+    """Say which elements of `x` have other bits than those of `reference`; "" if none has."""
+    if (x.dtype, x.shape) != (reference.dtype, reference.shape):
+        return f"{title}: {x.dtype} {x.shape}, not {reference.dtype} {reference.shape}"
+
+    def describe(index: tuple[int, ...]) -> str:
+        return ", ".join(f"{each[index]!s} is 0x{each[index].tobytes()[::-1].hex()}" for each in (x, reference))
+
+    return elements_off(title, _bits(x) != _bits(reference), describe, place=place)
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value that are no lists, tuples or dicts, by their path, and the kind of these."""
+    if isinstance(value, dict | list | tuple):
+        yield path, f"{type(value).__name__} of {len(value)}"
+        items = sorted(value.items(), key=lambda item: repr(item[0])) if isinstance(value, dict) else enumerate(value)
+        for key, part in items:
+            yield from leaves(part, f"{path}[{key!r}]")
+    elif hasattr(value, "__dlpack__"):
+        yield path, to_host(as_array(value, f"value{path}"))
+    else:
+        yield path, value
+
+
+def _difference(one: list[tuple[str, Any]], other: list[tuple[str, Any]]) -> str:
+    """Say where the leaves of two values differ first, and how; "" if they do not."""
+    for (path, x), (other_path, y) in zip(one, other, strict=False):
+        if path != other_path:
+            return f": it has {path}, not {other_path}"
+        if difference := _difference_of(x, y):
+            return f"{path and f' at {path}'}: {difference}"
+    return ""
+
+
+def _difference_of(one: Any, other: Any) -> str:
+    are_arrays = isinstance(one, np.ndarray), isinstance(other, np.ndarray)
+    if not any(are_arrays) and (one == other or (one != one and other != other)):
+        return ""
+    if not all(are_arrays):
+        return f"{shown(one)}, not {shown(other)}"
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f"{one.dtype} {one.shape}, not {other.dtype} {other.shape}"
+    off = (one != other) & ~((one != one) & (other != other))
+
+    def describe(index: tuple[int, ...]) -> str:
+        return f"{one[index]!s}, not {other[index]!s}"
+
+    return elements_off("other elements", off, describe)

@@ -15,13 +15,14 @@ from pce_mpi.arrays import is_floating, to_host
 from pce_mpi.autograd.tape import no_grad
 from pce_mpi.comm.agreement import local_checks
 from pce_mpi.comm.doors import telling
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import DistArray, described
 from pce_mpi.distributed.mesh import Mesh, check_mesh
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.testing.assertions import not_negative, real_array
 from pce_mpi.testing.placing import alone, local_of, placements_of
 from pce_mpi.testing.together import Together
+from pce_mpi.ulps import distances
 from pce_mpi.validation import integer
 
 Array = np.ndarray[Any, Any]
@@ -59,7 +60,7 @@ def check_gradients(
     ----------
     function : callable
         Takes distributed arrays and returns one, or a list or tuple of them: operations of `pce_mpi`, or one that
-        `pce_mpi.op` has made. It must be differentiable at `arrays`.
+        `pce_mpi.op` has made. It must be differentiable at `arrays`. Results that are no real numbers are left out.
     *arrays : array_like
         The global operands, which every rank passes. Those of a floating dtype become float64, and have gradients;
         integers and bool have none.
@@ -124,47 +125,71 @@ def check_gradients(
     shapes = tuple((x.shape, x.dtype.name) for x in operands)
     ranks.agree(checks.error, operands=shapes, rtol=rtol, most=(most_placements, most_elements))
     total, ways = _ways(operands, mesh, most_placements)
-    reference, wrong, tried = _Reference(function, operands, alone(*mesh.dims), most_elements), list[str](), 0
+    check, wrong, tried = _Check(function, operands, alone(*mesh.dims), most_elements), list[str](), 0
     for tried, shardings in enumerate(ways, start=1):
         placed = "; ".join(f"operand {number} {sharding}" for number, sharding in enumerate(shardings))
         try:
-            found = _on_mesh(function, operands, mesh, shardings, reference.upstream, tried)
+            if fault := next(check.faults(mesh, shardings, tried, rtol), None):
+                wrong.append(f"\n  {fault}\n    with {placed}")
         except Exception as error:
             error.add_note(f"in check_gradients, with {placed}")
             raise
-        if fault := next(reference.faults(*found, rtol), None):
-            wrong.append(f"\n  {fault}\n    with {placed}")
     of_all = f"{tried} placements{f' tried, of {total}' if total > tried else ''}"
-    ranks.fail((wrong and f"wrong at {len(wrong)} of {of_all}:{''.join(wrong[:_MOST_SHOWN])}") or "")
+    ranks.fail(f"wrong at {len(wrong)} of {of_all}:{''.join(wrong[:_MOST_SHOWN])}" if wrong else "")
     return tried
 
 
-class _Reference:
-    """Results of a function on one rank, a random gradient for them, and difference quotients of what follows."""
+class _Check:
+    """A function with its results on one rank, a random gradient for them, and difference quotients of what follows."""
 
     def __init__(self, function: Function, operands: Sequence[Array], mesh: Mesh, elements: int) -> None:
         def plain(*values: Array) -> list[Array]:
             held = [DistArray(x, mesh, Sharding.of(mesh.dim_sizes, x.shape, {})) for x in values]
             with no_grad():
-                return [to_host(result.full()) for result in _real_results(function(*held))]
+                return [to_host(result.full()) for result in self._results_of(held)]
+
+        def loss(*values: Array) -> float:
+            return projected(plain(*values), self._upstream)
 
         rng = np.random.default_rng(0)
+        self._function, self._operands = function, operands
         self._results = plain(*operands)
-        self.upstream = [np.where(np.isfinite(x), normal_numbers(rng, x.shape), 0.0) for x in self._results]
+        self._upstream = [np.where(np.isfinite(x), normal_numbers(rng, x.shape), 0.0) for x in self._results]
         self._size = max([1.0, *(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in self._results)])
         self._probes = [
-            (number, text, direction, slope(plain, operands, number, direction, self.upstream))
+            (
+                number,
+                text,
+                direction,
+                slope(lambda *y: projected(plain(*y), self._upstream), operands, number, direction),
+            )
             for number, x in enumerate(operands)
             if x.dtype == np.float64
             for text, direction in _directions(x, elements, rng)
         ]
 
-    def faults(self, results: Sequence[Array], gradients: Sequence[Array], rtol: float) -> Iterator[str]:
-        """Yield the numbers of a run on a mesh that are wrong."""
-        for number, (got, right) in enumerate(zip(results, self._results, strict=True)):
-            off = np.argwhere(~np.isclose(got, right, rtol=0.0, atol=rtol * self._size, equal_nan=True)).tolist()
-            if off:
-                at = tuple(off[0])
+    def _results_of(self, held: Sequence[DistArray]) -> list[DistArray]:
+        results = self._function(*held)
+        several = results if isinstance(results, list | tuple) else [results]
+        real = [each for each in several if isinstance(each, DistArray) and is_floating(each.dtype)]
+        if not real:
+            said = described(results)
+            raise TypeError(f"the function must return distributed arrays of a floating dtype, got {said}")
+        return real
+
+    def faults(self, mesh: Mesh, shardings: Sequence[Sharding], seed: int, rtol: float) -> Iterator[str]:
+        """Yield the numbers that are wrong with operands so placed; collective."""
+        held = []
+        for number, (x, sharding) in enumerate(zip(self._operands, shardings, strict=True)):
+            local = local_of(x, sharding, mesh.coordinates, [seed, number])
+            held.append(DistArray(local, mesh, sharding, requires_grad=x.dtype == np.float64))
+        results = self._results_of(held)
+        reduce(add, ((result * v).sum() for result, v in zip(results, self._upstream, strict=True))).backward()
+        whole = [to_host(result.full()) for result in results]
+        gradients = [np.zeros(x.shape) if x.grad is None else to_host(x.grad.full()) for x in held]
+        for number, (got, right) in enumerate(zip(whole, self._results, strict=True)):
+            off = np.argwhere(~(distances(got, right) <= rtol * self._size))
+            for at in map(tuple, off[:1].tolist()):
                 yield f"result {number} at {at} is {got[at]!s}, on one rank {right[at]!s}"
         for number, text, direction, quotient in self._probes:
             derivative = float(np.sum(np.where(direction == 0.0, 0.0, gradients[number] * direction)))
@@ -176,7 +201,7 @@ def _directions(x: Array, elements: int, rng: np.random.Generator) -> Iterator[t
     """Yield elements of an operand, and then all of them, as directions, with the text for a wrong derivative."""
     finite = np.isfinite(x)
     places = np.argwhere(finite)
-    for place in rng.permutation(places)[:elements].tolist():
+    for place in sorted(rng.permutation(places)[:elements].tolist()):
         direction = np.zeros(x.shape)
         direction[tuple(place)] = 1.0
         yield f"the gradient at {tuple(place)} is {{!r}}", direction
@@ -202,59 +227,21 @@ def _ways(operands: Sequence[Array], mesh: Mesh, most: int) -> tuple[int, Iterat
     return total, (list(shardings(number)) for number in sorted(numbers))
 
 
-def _on_mesh(
-    function: Function,
-    operands: Sequence[Array],
-    mesh: Mesh,
-    shardings: Sequence[Sharding],
-    upstream: Sequence[Array],
-    seed: int,
-) -> tuple[list[Array], list[Array]]:
-    """Return the results on a mesh, and the gradients of the operands, whole; collective."""
-    held = [
-        DistArray(
-            local_of(x, sharding, mesh.coordinates, [seed, number]), mesh, sharding, requires_grad=x.dtype == np.float64
-        )
-        for number, (x, sharding) in enumerate(zip(operands, shardings, strict=True))
-    ]
-    results = _real_results(function(*held))
-    reduce(add, ((result * v).sum() for result, v in zip(results, upstream, strict=True))).backward()
-    gradients = [np.zeros(x.shape) if x.grad is None else to_host(x.grad.full()) for x in held]
-    return [to_host(result.full()) for result in results], gradients
-
-
-def _real_results(results: Any) -> list[DistArray]:
-    several = list(results) if isinstance(results, list | tuple) else [results]
-    for each in several:
-        if not isinstance(each, DistArray):
-            raise TypeError(f"the function must return distributed arrays, got {type(each).__name__}")
-    return [each for each in several if is_floating(each.dtype)]
-
-
 def normal_numbers(rng: np.random.Generator, shape: Sequence[int]) -> Array:
     """Return normally distributed multiples of 1/256, but never 0."""
     drawn = np.round(rng.normal(0, 1, shape) * 128) / 128
     return np.asarray(drawn + 1 / 256)
 
 
+def projected(results: Sequence[Array], upstream: Sequence[Array]) -> float:
+    """Return <upstream, results>, without elements that are not finite."""
+    finite = (np.where(np.isfinite(result), result, 0.0) for result in results)
+    return sum(float(np.sum(result * v)) for result, v in zip(finite, upstream, strict=True))
+
+
 @np.errstate(all="ignore")
-def slope(
-    function: Callable[..., Sequence[Array]],
-    operands: Sequence[Array],
-    number: int,
-    direction: Array,
-    upstream: Sequence[Array],
-) -> float:
-    """Return the derivative of <upstream, results> along a direction of one operand, by a central difference."""
-    ends = [
-        sum(
-            float(np.sum(np.where(np.isfinite(result), result, 0.0) * v))
-            for result, v in zip(
-                function(*operands[:number], operands[number] + step * direction, *operands[number + 1 :]),
-                upstream,
-                strict=True,
-            )
-        )
-        for step in (STEP, -STEP)
-    ]
-    return (ends[0] - ends[1]) / (2 * STEP)
+def slope(function: Callable[..., float], operands: Sequence[Array], number: int, direction: Array) -> float:
+    """Return the derivative of a function along a direction of one operand, by a central difference."""
+    steps = ([*operands[:number], operands[number] + h * direction, *operands[number + 1 :]] for h in (STEP, -STEP))
+    after, before = (function(*each) for each in steps)
+    return (after - before) / (2 * STEP)

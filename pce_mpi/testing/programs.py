@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from pce_mpi.comm.program import current_line
 from pce_mpi.comm.tracing import current_phase, current_scope, listening
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.testing.assertions import not_negative
-from pce_mpi.testing.equality import leaves, other_bits
+from pce_mpi.testing.assertions import leaves, not_negative, other_bits
 from pce_mpi.testing.placing import alone
 from pce_mpi.testing.together import Place, Together, elements_off, held_by, part_of
 from pce_mpi.ulps import distances, ulp
@@ -71,8 +69,8 @@ def compare_with_one_process(
     text. Each rank runs the whole program alone first, and keeps copies of all results of both runs.
 
     Functions of plain arrays, such as `softmax_cross_entropy`, are no operations on the mesh; return what they give. If
-    an operation is made of others where an axis is sharded, as `layer_norm` is, the last result of its line is compared
-    alone. If the program goes another way on many ranks, the operations from there on are not compared.
+    the program goes another way on many ranks, as after `if mesh.size > 1`, the operations from there on are not
+    compared, and what it returns still is.
 
     Examples
     --------
@@ -125,21 +123,16 @@ class _Result:
         plain = np.array(value)
         return _Result(name, at, plain.shape, plain, ())
 
-    @property
-    def is_like(self) -> tuple[Any, ...]:
-        """Facts that are equal on any mesh."""
-        return self.held.dtype, self.shape
-
     def __str__(self) -> str:
         phase, line, scope = self.at
-        more = f" at {line}" if line else ""
-        return f"{self.name}{more}{'' if phase in ('', 'forward') else f', {phase}'}{scope and f', in {scope}'}"
+        backward = f", {phase}" if phase != "forward" else ""
+        return f"{self.name} at {line}{backward}{scope and f', in {scope}'}"
 
     @np.errstate(all="ignore")
     def difference(self, one: _Result, most: float, bits: bool) -> str:
         """Say how this result of many ranks differs from that of one; "" if it does not."""
         dtype = self.held.dtype
-        if self.is_like != one.is_like:
+        if (dtype, self.shape) != (one.held.dtype, one.shape):
             return f"is {dtype} {self.shape}, on one rank {one.held.dtype} {one.shape}"
         right = part_of(one.held, self.place)
         if bits and is_real(dtype):
@@ -159,7 +152,10 @@ class _Result:
         return elements_off(title, off, describe, place=self.place, distance=ulps)
 
 
-def _run(program: Callable[[Mesh], object], mesh: Mesh) -> tuple[list[_Result], list[_Result]]:
+Run = tuple[list[_Result], list[_Result]]
+
+
+def _run(program: Callable[[Mesh], object], mesh: Mesh) -> Run:
     """Return the results of the operations of a program, and what it returns."""
     results: list[_Result] = []
 
@@ -172,32 +168,12 @@ def _run(program: Callable[[Mesh], object], mesh: Mesh) -> tuple[list[_Result], 
     return results, [_Result.of(f"the returned value{path}", leaf) for path, leaf in leaves(returned)]
 
 
-Pair = tuple[int, str, _Result, _Result]
-
-
-def _pairs(many: tuple[list[_Result], list[_Result]], one: tuple[list[_Result], list[_Result]]) -> Iterator[Pair]:
-    """Yield the results that must be equal, with the number and the text of the operation; those returned come last."""
+def _pairs(many: Run, one: Run) -> Iterator[tuple[int, str, _Result, _Result]]:
+    """Yield results that must be equal, with the number and the text of each: those that are returned come last."""
     (results, returned), (expected, expected_returned) = many, one
-    for number, here, there in _operations(results, expected):
+    for number, (here, there) in enumerate(zip(results, expected, strict=False), start=1):
+        if (here.name, here.at) != (there.name, there.at):
+            break  # the programs go different ways
         yield number, f"operation {number} of {len(results)}, {here},", here, there
     for here, there in zip(returned, expected_returned, strict=False):
         yield len(results) + 1, here.name, here, there
-
-
-def _operations(many: list[_Result], one: list[_Result]) -> Iterator[tuple[int, _Result, _Result]]:
-    """Yield operations with their numbers, until the programs go different ways."""
-    number = 0
-    for (at, here), (other, there) in zip(_by_line(many), _by_line(one), strict=False):
-        if at != other:
-            return
-        pairs = list(zip(here, there, strict=False))
-        alike = next((index for index, (a, b) in enumerate(pairs) if a.name != b.name), len(pairs))
-        yield from ((number + index + 1, *pair) for index, pair in enumerate(pairs[:alike]))
-        number += len(here)
-        # One of them is made of others there.
-        if alike < max(len(here), len(there)) and here[-1].is_like == there[-1].is_like:
-            yield number, here[-1], there[-1]
-
-
-def _by_line(results: list[_Result]) -> Iterator[tuple[tuple[str, str, str], list[_Result]]]:
-    return ((at, list(group)) for at, group in groupby(results, key=lambda result: result.at))

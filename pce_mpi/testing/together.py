@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-import json
-from typing import Any
+import pickle
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from pce_mpi.distributed.array import DistArray, redistribute
 Array = np.ndarray[Any, Any]
 Place = tuple[slice, ...]
 
-# The number of elements that a failure shows.
-_MOST_SHOWN = 3
+# The number of elements that a failure shows, and of failures of many ranks.
+_MOST_SHOWN, _MOST_FAILURES = 3, 4
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,17 @@ class Together:
         elif error is not None:
             raise error
 
-    def texts(self, text: str) -> list[str]:
-        """Return the text of every rank."""
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, pickled and back."""
         if self.comm is None:
-            return [text]
-        return all_gather_text(text, self.comm, operation=self.operation, over=self.over)
+            return [value]
+        text = b64encode(pickle.dumps(value)).decode()
+        texts = all_gather_text(text, self.comm, operation=self.operation, over=self.over)
+        return [pickle.loads(b64decode(each)) for each in texts]
 
     def fail(self, failure: str, number: int = 0) -> None:
         """Raise `AssertionError` if ranks have a failure: those of the least `number`, equal ones once."""
-        found = [json.loads(text) for text in self.texts(json.dumps([number, failure]))]
+        found = self.gather((number, failure))
         least = min((number for number, failure in found if failure), default=-1)
         ranks: dict[str, list[int]] = {}
         for rank, (number, failure) in enumerate(found):
@@ -68,8 +71,12 @@ class Together:
         if ranks and self.comm is None:
             raise AssertionError(*ranks)
         if ranks:
-            text = "\n".join(f"{ranks_text(who, self.over)}: {failure}" for failure, who in ranks.items())
-            raise agreed(named(AssertionError(text)), self.comm.size)
+            self.raise_together([f"{ranks_text(who, self.over)}: {failure}" for failure, who in ranks.items()])
+
+    def raise_together(self, failures: Sequence[str]) -> NoReturn:
+        """Raise `AssertionError`, as all ranks do, with the first of `failures`."""
+        more = [f"and {len(failures) - _MOST_FAILURES} more"] if len(failures) > _MOST_FAILURES else []
+        raise agreed(named(AssertionError("\n".join([*failures[:_MOST_FAILURES], *more]))), self.comm.size)
 
 
 def held_by(x: DistArray) -> tuple[Array, Place]:
@@ -92,12 +99,12 @@ def elements_off(
 
     They are those of a global array from `place` on.
     """
-    places: Sequence[Sequence[int]] = np.argwhere(off).tolist()
-    if not places:
+    places = np.argwhere(off)
+    if not len(places):
         return ""
-    order = range(len(places)) if distance is None else np.argsort(-distance[off], kind="stable").tolist()
+    order = np.arange(len(places)) if distance is None else np.argsort(-distance[off], kind="stable")
     lines = [f"{title}: {len(places)} of {off.size} elements"]
-    for index in (tuple(places[number]) for number in order[:_MOST_SHOWN]):
+    for index in map(tuple, places[order[:_MOST_SHOWN]].tolist()):
         at = tuple(first + part.start for first, part in zip(index, place, strict=True)) if place else index
         lines.append(f"  at {at}: {describe(index)}")
     return "\n".join(lines)

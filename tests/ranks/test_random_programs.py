@@ -24,6 +24,7 @@ from pce_mpi import DistArray, Mesh, Partial, Replicate, Shard, from_local
 from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.hollow import hollow
 from pce_mpi.ops import selection
+from pce_mpi.testing.gradients import normal_numbers
 from ranks import op_cases
 from ranks.grids import NAMES, Array, factorizations, local_of, mesh_of, spread
 from ulps import PROGRAM, worst
@@ -45,7 +46,7 @@ def whole_numbers(high: int, shape: tuple[int, ...], number: int) -> Array:
 
 
 def whole_of(shape: tuple[int, ...], number: int) -> Array:
-    return op_cases.numbers(np.random.default_rng(number), shape)
+    return normal_numbers(np.random.default_rng(number), shape)
 
 
 def maximum(x: Any, y: Any) -> Array:
