@@ -1,8 +1,9 @@
 // The hot loops on the CPU.
 //
-// One source for all instruction sets: `vectors.h` to `layers.h` are compiled for each, and the best one of the
-// processor is chosen at run time. Compile with -ffp-contract=off: contracted products and sums
-// have other bits. Call the loops in the standard state of the floating-point unit, which `floating_point.h` sets.
+// One source for all instruction sets: `instruction_set.h` is compiled for each, by `avx512.cpp`, `avx2.cpp` and
+// `baseline.cpp`, and the best one of the processor is chosen at run time. Compile with -ffp-contract=off: contracted
+// products and sums have other bits. Call the loops in the standard state of the floating-point unit, which
+// `floating_point.h` sets.
 #pragma once
 
 #include <stdint.h>
@@ -19,7 +20,6 @@
 #include "merged.h"
 
 namespace pce {
-namespace {
 
 enum Kind { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, KINDS };
 constexpr long SIZES[KINDS] = {4, 8, 2, 2};
@@ -37,7 +37,6 @@ template <> constexpr int kind_of<double>() { return FLOAT64; }
 template <> constexpr int kind_of<Half>() { return FLOAT16; }
 template <> constexpr int kind_of<BFloat>() { return BFLOAT16; }
 
-using pce::number_of;
 inline double number_of(BFloat v) { return from_bits(uint32_t(v.bits) << 16); }
 inline double number_of(Half v) {
     uint32_t u = (v.bits & 0x7fffu) << 13, b = bits(from_bits(u) * 0x1p112f);
@@ -148,69 +147,17 @@ struct Loops {
     void (*norm)(const Norm &);
 };
 
-// A call in a hot loop costs as much as the loop.
-#define INLINED static inline __attribute__((always_inline))
-
 #if defined(__x86_64__)
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c,prefer-vector-width=512")
-#endif
 namespace avx512 {
-#define VECTOR_BYTES 64
-#include "vectors.h"
-#include "loops.h"
-#include "rows.h"
-#include "walk.h"
-#include "tables.h"
-#include "divergence.h"
-#include "layers.h"
-static const Loops LOOPS = {fill, write, find, diverge, gelu, attend, norm};
-#undef VECTOR_BYTES
-}  // namespace avx512
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,prefer-vector-width=256")
-#endif
+extern const Loops LOOPS;
+}
 namespace avx2 {
-#define VECTOR_BYTES 32
-#include "vectors.h"
-#include "loops.h"
-#include "rows.h"
-#include "walk.h"
-#include "tables.h"
-#include "divergence.h"
-#include "layers.h"
-static const Loops LOOPS = {fill, write, find, diverge, gelu, attend, norm};
-#undef VECTOR_BYTES
-}  // namespace avx2
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
+extern const Loops LOOPS;
+}
 #endif
-#endif
-
-// SSE2, NEON, or whatever there is.
-namespace baseline {
-#define VECTOR_BYTES 16
-#include "vectors.h"
-#include "loops.h"
-#include "rows.h"
-#include "walk.h"
-#include "tables.h"
-#include "divergence.h"
-#include "layers.h"
-static const Loops LOOPS = {fill, write, find, diverge, gelu, attend, norm};
-#undef VECTOR_BYTES
-}  // namespace baseline
+namespace baseline {  // SSE2, NEON, or whatever there is
+extern const Loops LOOPS;
+}
 
 struct InstructionSet {
     const char *name;
@@ -220,17 +167,17 @@ struct InstructionSet {
 
 #if defined(__x86_64__)
 // Older compilers do not know all of these by name.
-bool has_fma_and_halves() {
+inline bool has_fma_and_halves() {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_FMA) && (c & bit_F16C);
 }
-bool has_avx2() { return __builtin_cpu_supports("avx2") && has_fma_and_halves(); }
-bool has_avx512() {
+inline bool has_avx2() { return __builtin_cpu_supports("avx2") && has_fma_and_halves(); }
+inline bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && has_fma_and_halves();
 }
 #endif
-bool always() { return true; }
+inline bool always() { return true; }
 
 // The best first.
 const InstructionSet INSTRUCTION_SETS[] = {
@@ -244,7 +191,6 @@ const InstructionSet INSTRUCTION_SETS[] = {
     {"no vectors", always, &baseline::LOOPS},
 #endif
 };
-const InstructionSet *chosen;
+inline const InstructionSet *chosen;
 
-}  // namespace
 }  // namespace pce

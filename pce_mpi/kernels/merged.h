@@ -12,7 +12,6 @@
 #define FLAT __attribute__((flatten))
 
 namespace pce {
-namespace {
 
 // A call; that of a plain loss, if it is one, is known to the compiler.
 template <bool plain> inline Call known(const Call &call) { return plain ? Call{0, {1.0, 0.0}} : call; }
@@ -140,5 +139,4 @@ struct GradientRows {
     }
 };
 
-}  // namespace
 }  // namespace pce

@@ -56,7 +56,9 @@ print(pce_mpi.__file__, kernel_text(), *losses)
 def test_wheel_has_all_that_runs(source, tmp_path):
     # An optimized kernel takes a while to compile, and all other tests run it.
     compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n', encoding="utf-8")
+    said = tmp_path / "said"
+    program = f'#!/bin/sh\necho begin >> {said}\nc++ "$@" -O0\nstatus=$?\necho end >> {said}\nexit $status\n'
+    compiler.write_text(program, encoding="utf-8")
     compiler.chmod(0o755)
     # Flags that would change its bits, and the process's floating-point unit: setup.py takes them back.
     fast = dict.fromkeys(("CFLAGS", "CXXFLAGS", "LDFLAGS"), "-Ofast -ffast-math -funsafe-math-optimizations")
@@ -64,10 +66,16 @@ def test_wheel_has_all_that_runs(source, tmp_path):
     status, name = wheel_of(source, tmp_path, PCE_MPI_REQUIRE_KERNEL="1", **more)
     assert status == 0, name
     assert "-cp311-abi3-" in name
+    # All sources side by side, and then the linker.
+    assert said.read_text(encoding="utf-8").split() == ["begin"] * 4 + ["end"] * 4 + ["begin", "end"]
     package = tmp_path / "unpacked" / "pce_mpi"
     found = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
     wanted = {path.relative_to(source / "pce_mpi").as_posix() for path in (source / "pce_mpi").rglob("*.*")}
-    assert wanted - found == {"kernels/compiled.cpp", "kernels/README.md"} & wanted
+    unpacked = {
+        "kernels/README.md",
+        *(path.relative_to(source / "pce_mpi").as_posix() for path in source.rglob("*.cpp")),
+    }
+    assert wanted - found == unpacked
     assert [path for path in found - wanted if "/" in path] == ["kernels/_compiled.abi3.so"]
     (found,) = metadata.distributions(name="pce_mpi", path=[str(tmp_path / "unpacked")])
     assert {"Author", "Keywords", "License", "Requires-Python"} <= set(found.metadata)

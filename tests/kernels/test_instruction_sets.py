@@ -9,7 +9,8 @@ import pytest
 
 from pce_mpi.kernels.compilation import source_folder
 
-SOURCE = Path(__file__).with_name("self_test.cpp")
+SOURCES = [Path(__file__).with_name("self_test.cpp")]
+SOURCES += [source_folder / f"{name}.cpp" for name in ("baseline", "avx2", "avx512")]
 FLAGS = ["-std=c++17", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
 # The output of the self-test: losses, divergences, gelu. A change is one of bits, as in tests/jobs/digests.json.
 DIGEST = "248a7996db5f0a0b 61302ac0211556bb 999be798396ec1ff"
@@ -30,7 +31,7 @@ def digests(compiler, folder, launcher):
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}: apt install g++-aarch64-linux-gnu qemu-user clang")
     program = folder / compiler
-    command = [compiler, *FLAGS, *COMPILERS[compiler], f"-I{source_folder}", str(SOURCE), "-o", str(program)]
+    command = [compiler, *FLAGS, *COMPILERS[compiler], f"-I{source_folder}", *map(str, SOURCES), "-o", str(program)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     done = subprocess.run([*launcher, str(program)], capture_output=True, text=True, check=True)

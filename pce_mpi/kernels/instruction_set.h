@@ -1,0 +1,19 @@
+// All loops of an instruction set, in the namespace INSTRUCTION_SET, with vectors of VECTOR_BYTES; included after `host.h`.
+
+// A call in a hot loop costs as much as the loop.
+#define INLINED static inline __attribute__((always_inline))
+
+namespace pce {
+namespace INSTRUCTION_SET {
+namespace {
+#include "vectors.h"
+#include "loops.h"
+#include "rows.h"
+#include "walk.h"
+#include "tables.h"
+#include "divergence.h"
+#include "layers.h"
+}  // namespace
+extern const Loops LOOPS = {fill, write, find, diverge, gelu, attend, norm};
+}  // namespace INSTRUCTION_SET
+}  // namespace pce
