@@ -105,7 +105,7 @@ def softmax_states(rank: int, fields: StateFields, rows: int = 9, classes: int =
     given: dict[str, Any] = {
         "weights": weights,
         "transform": Transform(),
-        "arithmetic": SINGLE,
+        "precision": SINGLE,
         "class_start": rank * classes,
     }
     return definition.fill_states(logits, columns, fields, **given)
