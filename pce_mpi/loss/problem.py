@@ -36,6 +36,7 @@ HostArray = np.ndarray[Any, Any]
 
 LARGEST = np.iinfo(np.int64).max
 _ONES = ClassWeights()
+_TERMS = LossTerms._fields[2:]  # options by their names; those before are of label smoothing
 
 
 @dataclass(kw_only=True, eq=False)
@@ -127,8 +128,8 @@ class Problem:
     @property
     def loss_terms(self) -> LossTerms:
         """The terms of a row's loss, for the kernels."""
-        options = self.options
-        return LossTerms(options.label_smoothing, options.label_smoothing / self.num_classes, options.z_loss)
+        smoothing, values = self.options.label_smoothing, self.options.__dict__
+        return LossTerms(smoothing, smoothing / self.num_classes, *map(values.__getitem__, _TERMS))
 
     def call(self, more: Mapping[str, Hashable]) -> Signature:
         """Return the call: all that must be the same on every rank, with `more`."""
@@ -204,11 +205,7 @@ def check(
     arrays = {name: logits, **beside}
     targets = None if targets is None else as_array(targets, "targets")
     weight = None if options.weight is None else as_array(options.weight, "weight")
-    inputs = logits, *beside.values()
-    if targets is not None:
-        inputs = *inputs, targets
-    if weight is not None:
-        inputs = *inputs, weight
+    inputs = logits, *beside.values(), *(() if targets is None else (targets,)), *(() if weight is None else (weight,))
     # Class numbers and class weights are checked on the host, and may be there.
     if targets is not None and (is_floating(targets.dtype) or cupy_of(targets) is not None):
         arrays["targets"] = targets

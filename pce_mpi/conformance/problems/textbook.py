@@ -105,8 +105,13 @@ class Textbook:
         torn = self.total - self.u.sum(axis=-1)
         log_sum = self.nll.min(axis=-1, initial=np.inf)
         loss = np.where(self.u == 0.0, 0.0, self.u * self.nll).sum(axis=-1) + self.lost
-        loss = loss + np.where(self.z_loss, self.z_loss * self.lse**2, 0.0)
+        loss = loss + sum(term for term, _ in self.of_lse())
         return np.where(self.valid, loss + np.where(np.abs(torn) < 1e-12, 0.0, torn * log_sum), 0.0)
+
+    def of_lse(self) -> list[tuple[Array, Array]]:
+        """Return the terms (rows,) that are functions of logsumexp, each with its derivative by it."""
+        lse = np.where(self.z_loss, self.lse, 0.0)
+        return [(self.z_loss * lse**2, 2.0 * self.z_loss * lse)]
 
     def loss(self) -> Array:
         """Return the loss, in the shape of the problem."""
@@ -118,7 +123,7 @@ class Textbook:
 
     def gradient(self) -> Array:
         """Return the gradient, (rows, classes)."""
-        more = np.where(self.z_loss, 2.0 * self.z_loss * self.lse, 0.0)
+        more = sum(derivative for _, derivative in self.of_lse())
         return self.gradient_of(self.p * (self.total + more)[:, None] - self.u)
 
     def gradient_of(self, dz: Array) -> Array:

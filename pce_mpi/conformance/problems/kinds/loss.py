@@ -37,7 +37,7 @@ def _exact(problem: Problem) -> tuple[Array, Array]:
 def sizes(book: Textbook) -> tuple[Array, Array, Array]:
     """Return approximate sizes of the summands of a loss and its gradient.
 
-    upstream   (rows,) sum_c u_c and 2 z_loss |logsumexp|, after the reduction: the factor of -log p in the loss
+    upstream   (rows,) sum_c u_c and the size of terms of logsumexp, after the reduction: the factor of -log p
     slope      (rows,) the same for the gradient: times dloss and logit_scale
     opposed    (rows, classes) the largest of an entry's summands that may cancel against each other
     """
@@ -45,7 +45,7 @@ def sizes(book: Textbook) -> tuple[Array, Array, Array]:
     slope = np.abs(book.g * problem.exact_options.get("logit_scale", 1.0))
     at_target = (0.0 if problem.with_probabilities else 1.0 - book.smoothing) * (book.q @ book.w)
     u = np.abs(book.u - at_target[:, None] * book.q)
-    others = u.sum(axis=-1) + np.where(book.z_loss, 2.0 * np.abs(book.z_loss * book.lse), 0.0)
+    others = u.sum(axis=-1) + sum(np.abs(derivative) for _, derivative in book.of_lse())
     factor = problem.valid / (book.divisor or 1.0)
     upstream = factor * (at_target + others)
     return upstream, slope * upstream, (slope * factor)[:, None] * np.maximum(others[:, None] * book.p, u)
@@ -159,8 +159,8 @@ def _smoothing(b: Textbook) -> Faults:
 def _options(b: Textbook) -> Faults:
     """Options that are taken as keywords, and not used; a softcap too many."""
     options = b.problem.options
-    for name in ("weight", "label_smoothing", "z_loss", "logit_scale", "softcap"):
-        if name in options:
+    for name in OPTIONS:
+        if name in options and name != "ignore_index":
             others = {other: value for other, value in options.items() if other != name}
             yield f"{name} is not looked at", all_ranks(Textbook.of(replace(b.problem, options=others)))
     if "softcap" in options:
