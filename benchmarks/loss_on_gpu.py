@@ -267,7 +267,7 @@ class Kernels:
         self._options: dict[str, Any] = {
             "weights": ClassWeights(),
             "transform": Transform(),
-            "arithmetic": DOUBLE if logits.dtype == np.float64 else SINGLE,
+            "precision": DOUBLE if logits.dtype == np.float64 else SINGLE,
         }
         self._class_start = class_start
         # Logits that are gradients already become small numbers again.

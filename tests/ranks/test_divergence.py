@@ -182,7 +182,7 @@ def sums_and_gradients(kernel, student, teacher, transform, single, cuts=()):
     fields, rows = StateFields(hold_largest=True), []
     with np.errstate(all="ignore"):
         for x in (teacher, student):
-            more = {"weights": ClassWeights(), "transform": transform, "arithmetic": SINGLE}
+            more = {"weights": ClassWeights(), "transform": transform, "precision": SINGLE}
             states = definition.fill_states(x[:, :, None], None, fields, class_start=0, **more)
             softmax = definition.row_softmax(states, fields, transform, SINGLE, None)
             gradient = np.zeros((len(x), len(ROW_GRADIENT)))
