@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pce_mpi.cli.output import Bar
-from pce_mpi.conformance.offline.differences import PARTS, Differences
-from pce_mpi.conformance.offline.measuring import Judge, Judged
+from pce_mpi.conformance.offline.logprob_differences import PARTS, Differences
+from pce_mpi.conformance.offline.recording_errors import Judge, Judged
 from pce_mpi.conformance.offline.recordings import Recording, pieces
 from pce_mpi.conformance.problems.problem import row_name
 from pce_mpi.conformance.reports.tables import Cell, table

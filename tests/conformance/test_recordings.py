@@ -19,9 +19,9 @@ from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
 from pce_mpi.cli import judge
 from pce_mpi.conformance.judging.comparing import Losses
-from pce_mpi.conformance.offline import measuring, recordings
-from pce_mpi.conformance.offline.differences import PARTS, Differences
-from pce_mpi.conformance.offline.measuring import Judge
+from pce_mpi.conformance.offline import recording_errors, recordings
+from pce_mpi.conformance.offline.logprob_differences import PARTS, Differences
+from pce_mpi.conformance.offline.recording_errors import Judge
 from pce_mpi.conformance.offline.recordings import Recording
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.problem import Problem
@@ -129,7 +129,7 @@ def test_errors_are_those_of_the_kit(tmp_path, options, reduction):
 )
 def test_mean_of_one_rank_has_words_of_kit(tmp_path, monkeypatch, of_rank_1, words):
     """One number says nothing of some rows: no cause is looked for."""
-    monkeypatch.setattr(measuring, "LOGITS", 100)
+    monkeypatch.setattr(recording_errors, "LOGITS", 100)
     logits, targets = drawn(rows=(30,))
     loss = np.asarray(dense.softmax_cross_entropy(logits, targets), np.float32)
     write(tmp_path, shared={"targets": targets, "loss": loss}, shards={"logits": logits})
@@ -145,7 +145,7 @@ def test_mean_of_one_rank_has_words_of_kit(tmp_path, monkeypatch, of_rank_1, wor
 
 def test_wrong_rows_among_many_are_named(tmp_path, monkeypatch):
     """The rows are read in many pieces, and only some are compared with known faults."""
-    monkeypatch.setattr(measuring, "LOGITS", 200)
+    monkeypatch.setattr(recording_errors, "LOGITS", 200)
     monkeypatch.setattr(recordings, "LOGITS", 70)
     logits, targets = drawn(rows=(30, 10))
     log_prob = dense.class_statistics(logits, targets).log_prob.astype(np.float32)

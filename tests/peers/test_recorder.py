@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jobs.launch import ROOT
-from pce_mpi.conformance.offline.measuring import Judge
+from pce_mpi.conformance.offline.recording_errors import Judge
 from pce_mpi.conformance.offline.recordings import Recording
 
 torch = pytest.importorskip("torch", reason="make test-peers installs torch")
