@@ -25,11 +25,11 @@ def from_json(kind: Any, value: Any) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if type(None) in arguments:
         return None if value is None else from_json(arguments[0], value)
-    due = dict if is_dataclass(kind) or origin is dict else list if origin in (list, tuple) else kind
+    json_type = dict if is_dataclass(kind) or origin is dict else list if origin in (list, tuple) else kind
     if kind is float or isinstance(kind, EnumType):
         return kind(value)
-    if due in (dict, list, str, int, bool) and type(value) is not due:
-        raise TypeError(f"{due.__name__} is due, got {type(value).__name__}")
+    if json_type in (dict, list, str, int, bool) and type(value) is not json_type:
+        raise TypeError(f"{json_type.__name__} is due, got {type(value).__name__}")
     if is_dataclass(kind):
         hints: dict[str, Any] = _hints(kind)
         of_fields = {name: from_json(hint, value[name]) for name, hint in hints.items() if name in value}

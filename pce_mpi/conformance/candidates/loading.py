@@ -42,15 +42,15 @@ def load(name: str) -> Candidate:
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise ValueError(f"a candidate is named package.module:candidate or path/to/file.py:candidate, got {name!r}")
-    found: Any = _module_at(Path(where)) if where.endswith(".py") else _module_named(where)
+    candidate: Any = _module_at(Path(where)) if where.endswith(".py") else _module_named(where)
     for part in attribute.split("."):
         try:
-            found = getattr(found, part)
+            candidate = getattr(candidate, part)
         except AttributeError:
             raise ImportError(f"{where} has no {attribute!r}") from None
-    if not callable(found):
-        raise TypeError(f"{name} must be callable, got {type(found).__name__}")
-    return found
+    if not callable(candidate):
+        raise TypeError(f"{name} must be callable, got {type(candidate).__name__}")
+    return candidate
 
 
 def check_call(candidate: Candidate) -> None:
@@ -59,16 +59,16 @@ def check_call(candidate: Candidate) -> None:
     kind = KINDS[offer_of(candidate).kind]
     arrays, facts = kind.arrays, (*kind.facts, "comm")
     signature = signature_of(candidate)
-    given = dict.fromkeys(facts)
+    keywords = dict.fromkeys(facts)
     try:
-        signature.bind(*arrays, **given)
+        signature.bind(*arrays, **keywords)
     except TypeError as error:
         looks = (
             "for a function on shards of torch or JAX give --adapter torch-shards or jax-shard-map, in Python "
             'adapted("torch-shards", function)'
         )
         try:
-            signature.bind(arrays[0], **given)
+            signature.bind(arrays[0], **keywords)
             looks = NOT_DECLARED
         except TypeError:
             pass

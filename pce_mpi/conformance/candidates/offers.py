@@ -406,21 +406,21 @@ def _by_signature(candidate: Candidate) -> dict[str, Any]:
     return supported
 
 
-def _subset(name: str, given: Any, known: Iterable[Any]) -> tuple[Any, ...]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} of an offer must be a tuple, got {given!r}")
-    given = tuple(given)
+def _subset(name: str, values: Any, known: Iterable[Any]) -> tuple[Any, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} of an offer must be a tuple, got {values!r}")
+    values = tuple(values)
     types = {type(each) for each in known}
-    for each in given:
+    for each in values:
         if type(each) not in types or each not in known:
             raise ValueError(f"{name} of an offer must be among {', '.join(map(str, known))}, got {each!r}")
-    return given
+    return values
 
 
-def _one(name: str, given: Any, known: tuple[Any, ...]) -> Any:
-    if given not in known:
-        raise ValueError(f"{name} of an offer must be one of {', '.join(map(str, known))}, got {given!r}")
-    return given
+def _one(name: str, value: Any, known: tuple[Any, ...]) -> Any:
+    if value not in known:
+        raise ValueError(f"{name} of an offer must be one of {', '.join(map(str, known))}, got {value!r}")
+    return value
 
 
 #: the offer of a candidate that supports everything

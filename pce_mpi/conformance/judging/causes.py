@@ -40,17 +40,17 @@ def _closer(fault: Fault, cause: str) -> int:
 
 def _tell(finding: Finding, fault: Fault, chosen: Sequence[str], common: Counter[str]) -> None:
     """Tell the chosen causes; of those that differ in numbers alone, the ones that most failures have."""
-    said = fault.said
+    words = fault.said
     numbers = {name: [each for each in fault.causes if likeness(each) == name] for name in chosen}
     most = {name: max((common[each] for each in causes), default=0) for name, causes in numbers.items()}
     fault.causes = [each for each in fault.causes if common[each] == most.get(likeness(each))]
     fault.alike = len(fault.causes)
-    finding.text = finding.text.replace(said, fault.said, 1) if said else f"{fault.said} ({finding.text})"
+    finding.text = finding.text.replace(words, fault.said, 1) if words else f"{fault.said} ({finding.text})"
 
 
 def _join(finding: Finding) -> None:
     """Tell a fault of loss and gradient once."""
     if len(finding.faults) == 2 and finding.faults[0].alike and finding.faults[0].causes == finding.faults[1].causes:
-        said = "; ".join(fault.said for fault in finding.faults)
+        words = "; ".join(fault.said for fault in finding.faults)
         finding.faults = [Fault(finding.faults[0].causes, finding.faults[0].alike)]
-        finding.text = finding.text.replace(said, finding.faults[0].said, 1)
+        finding.text = finding.text.replace(words, finding.faults[0].said, 1)

@@ -343,8 +343,8 @@ def _of_product(problem: Problem, product: Product, negated: bool) -> _Quantity:
         flat(each) for each in (sign * product.numbers, product.wrong, np.zeros(product.wrong.shape, np.bool_))
     )
     truth = flat(product.of(problem.row_major(problem.expected[1])))
-    found = _quantity("product", problem.dtype.name, got, truth, mask, problem.dtype, flat(product.slack), none)
-    return replace(found, of=lambda gradient: flat(product.of(gradient)))
+    quantity = _quantity("product", problem.dtype.name, got, truth, mask, problem.dtype, flat(product.slack), none)
+    return replace(quantity, of=lambda gradient: flat(product.of(gradient)))
 
 
 def _quantity(
@@ -357,16 +357,16 @@ def _quantity(
 
 def _fitting(quantities: list[_Quantity], known: list[tuple[str, Answer]], *, lone: bool) -> Fault | None:
     """Return a fault with the causes that explain all of these quantities."""
-    found: dict[str, float] = {}
+    distances: dict[str, float] = {}
     for text, answer in known:
         if all(q.is_that_of(answer, lone) for q in quantities):
             distance = sum(q.distance(q.part(answer)) for q in quantities)
-            found[text] = min(distance, found.get(text, distance))
-    if not found:
+            distances[text] = min(distance, distances.get(text, distance))
+    if not distances:
         return None
-    causes = sorted(found, key=lambda text: found[text])
-    least = found[causes[0]]
-    alike = sum(bool(np.isclose(each, least, rtol=1e-6, atol=1e-12)) for each in found.values())
+    causes = sorted(distances, key=lambda text: distances[text])
+    least = distances[causes[0]]
+    alike = sum(bool(np.isclose(each, least, rtol=1e-6, atol=1e-12)) for each in distances.values())
     if not any(q.got[q.wrong & np.isfinite(q.got)].any() for q in quantities):
         alike = 1  # 0 and infinity are those of many: the first of them is told
     # One number in half precision is near that of some fault by accident.
@@ -374,19 +374,19 @@ def _fitting(quantities: list[_Quantity], known: list[tuple[str, Answer]], *, lo
     return Fault(causes, 0 if lone and not more and first.is_one and first.close >= _HALVES else alike)
 
 
-def _of_each(book: Textbook, wrong: list[_Quantity], found: dict[str, Fault | None]) -> list[Fault]:
+def _of_each(book: Textbook, wrong: list[_Quantity], faults: dict[str, Fault | None]) -> list[Fault]:
     """Explain loss and gradient, each wrong in its own way."""
-    said, unknown = list[Fault](), list[Fault]()
+    known, unknown = list[Fault](), list[Fault]()
     for quantity in wrong:
-        fault, name = found[quantity.name] or Fault([], 0), quantity.name
+        fault, name = faults[quantity.name] or Fault([], 0), quantity.name
         if fault.alike or fault.place:
-            plain = name in fault.said or (name == "loss" and None in found.values())
-            said.append(fault if plain else replace(fault, form=f"in the {name}: {fault.form}"))
+            plain = name in fault.said or (name == "loss" and None in faults.values())
+            known.append(fault if plain else replace(fault, form=f"in the {name}: {fault.form}"))
         elif place := _place(book, quantity):
-            said.append(replace(fault, place=place))
-        elif fault.causes or any(each and each.said for each in found.values()):
+            known.append(replace(fault, place=place))
+        elif fault.causes or any(each and each.said for each in faults.values()):
             unknown.append(replace(fault, place=f"the {name} is wrong too"))
-    return said + unknown
+    return known + unknown
 
 
 def _factor(book: Textbook, q: _Quantity) -> Fault | None:

@@ -72,8 +72,8 @@ def judge(
         first = (differing * bool(losses.wrong.any()) + wrong + of_factors)[0]
         _explain(first, problem, losses, gradients, products)
     for finding in differing:
-        said = f"{':' * bool(wrong)} {finding.text}" if finding.cause else f" ({finding.text})"
-        finding.text = f"the ranks' {problem.kind.plural} differ{said}"
+        words = f"{':' * bool(wrong)} {finding.text}" if finding.cause else f" ({finding.text})"
+        finding.text = f"the ranks' {problem.kind.plural} differ{words}"
     bits: list[Finding] = []
     if on_one_rank is not None:  # of the answers as they are: another dtype has other bits
         shards = [answer.dlogits for answer in answers if answer.dlogits is not None]
@@ -110,15 +110,15 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
     comparable = []
     for rank, answer in enumerate(answers):
         shard = problem.part(problem.logits, rank).shape
-        given = {"loss": answer.loss, "gradient": answer.dlogits}
+        results = {"loss": answer.loss, "gradient": answer.dlogits}
         for which, shape in (("loss", problem.loss_shape), ("gradient", shard)):
-            got, what = given[which], which if which == "gradient" else problem.kind.noun
+            got, what = results[which], which if which == "gradient" else problem.kind.noun
             if got is None:
                 continue
             if got.shape != shape:
-                due = f"{shape} is due" + ", the shape of the logits that were passed" * (which == "gradient")
+                right = f"{shape} is due" + ", the shape of the logits that were passed" * (which == "gradient")
                 kept = form if got.size == math.prod(shape) else fatal
-                kept[rank].append(Finding("shape", f"{what} has shape {got.shape}, where {due}"))
+                kept[rank].append(Finding("shape", f"{what} has shape {got.shape}, where {right}"))
             if not is_floating(got.dtype):
                 fatal[rank].append(Finding("dtype", f"{what} has dtype {got.dtype}, which is no floating-point one"))
             elif which == "gradient" and got.dtype != problem.dtype:
@@ -126,6 +126,6 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
                 form[rank].append(Finding("dtype", text))
             if not any(fatal):
                 with np.errstate(over="ignore"):
-                    given[which] = got.reshape(shape).astype(problem.dtype if which == "gradient" else got.dtype)
-        comparable.append(Answer(given["loss"], given["gradient"], answer.products))  # type: ignore[arg-type]  # a loss is never None
+                    results[which] = got.reshape(shape).astype(problem.dtype if which == "gradient" else got.dtype)
+        comparable.append(Answer(results["loss"], results["gradient"], answer.products))  # type: ignore[arg-type]  # a loss is never None
     return comparable, together(fatal), together(form)

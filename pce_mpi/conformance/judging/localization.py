@@ -51,8 +51,8 @@ def _kept_by(dtype: str, got: Array, truth: Array) -> Iterator[str]:
     finite = np.isfinite(got)
     for narrow in filter(has_dtype, _COARSER.get(dtype, ())):
         rounded, right = (each.astype(dtype_named(narrow)).astype(np.float64) for each in (got, truth))
-        due = truth.astype(dtype_named(dtype)).astype(np.float64)
-        if (rounded == got)[finite].all() and not (right == due)[finite].all():
+        rounded_truth = truth.astype(dtype_named(dtype)).astype(np.float64)
+        if (rounded == got)[finite].all() and not (right == rounded_truth)[finite].all():
             yield narrow
 
 
@@ -132,12 +132,12 @@ def _entries(b: Textbook, truth: Array) -> Iterator[tuple[str, Array]]:
     owned = np.zeros(shape, np.bool_)
     first, last = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
     for rank in range(problem.ranks):
-        mine = b.in_shard(rank)
-        owned |= b.owns(rank)[:, None] & mine
-        yield f"on rank {rank} only", np.broadcast_to(mine, shape)
-        if truth[:, mine].any():  # else it cannot be wrong there
-            yield f"on all ranks but {rank}", np.broadcast_to(np.logical_not(mine), shape)
-        columns = np.flatnonzero(mine)
+        shard = b.in_shard(rank)
+        owned |= b.owns(rank)[:, None] & shard
+        yield f"on rank {rank} only", np.broadcast_to(shard, shape)
+        if truth[:, shard].any():  # else it cannot be wrong there
+            yield f"on all ranks but {rank}", np.broadcast_to(np.logical_not(shard), shape)
+        columns = np.flatnonzero(shard)
         first[:, columns[:1]] = last[:, columns[-1:]] = True
     if problem.with_numbers and problem.ranks > 1:
         yield "on the shard that owns the target only", owned

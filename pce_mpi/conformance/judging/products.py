@@ -35,7 +35,7 @@ class Product(Compared):
     It is a product a @ b, of which either has the gradient of the logits.
     """
 
-    def __init__(self, problem: Problem, name: str, given: Sequence[Array], tolerance: Tolerance) -> None:
+    def __init__(self, problem: Problem, name: str, gradients: Sequence[Array], tolerance: Tolerance) -> None:
         self._problem, self._name, self._dtype = problem, name, problem.dtype.name
         wide = compute_dtype_of(problem.dtype)
         gradient = problem.row_major(problem.expected[1])
@@ -44,15 +44,15 @@ class Product(Compared):
         if name == "dhidden":
             shards = zip(problem.splits[:-1], problem.splits[1:], strict=True)
             self._parts = np.stack(
-                [product(a[:, mine], b[mine], a.shape[-1]) for mine in (slice(*each) for each in shards)]
+                [product(a[:, shard], b[shard], a.shape[-1]) for shard in (slice(*each) for each in shards)]
             )
-            whole = [each.astype(np.float64).reshape(exact.shape) for each in given]
+            whole = [each.astype(np.float64).reshape(exact.shape) for each in gradients]
             self._each = np.stack(whole)
             if problem.conventions["dhidden"] == "partial":
                 whole = [self._each.sum(axis=0)]
         else:
             self._parts = exact[None]
-            whole = [np.concatenate(given, axis=-1).astype(np.float64).reshape(exact.shape)]
+            whole = [np.concatenate(gradients, axis=-1).astype(np.float64).reshape(exact.shape)]
         self.numbers = np.stack(whole)
         of_gradient = Units.of(problem, tolerance.strict).gradient
         left, right = self._factors(of_gradient)

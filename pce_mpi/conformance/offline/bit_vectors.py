@@ -50,11 +50,11 @@ def vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
             for kind in _KINDS:
                 if (dtype, kind) == ("float16", "huge") or (dtype, name) == ("float64", "double"):
                     continue  # its logits cannot be huge; its arithmetic is double anyway
-                given = {"reduction": "mean", **options}
-                more = {"weight": _weight()} if given.pop("weight", False) else {}
-                yield _vector(f"{dtype}/{name}/{kind}", given, *drawn(dtype, kind), **more)
-    for called, given, problem in _edges():
-        yield _vector(called, given, **problem)
+                chosen = {"reduction": "mean", **options}
+                more = {"weight": _weight()} if chosen.pop("weight", False) else {}
+                yield _vector(f"{dtype}/{name}/{kind}", chosen, *drawn(dtype, kind), **more)
+    for called, options, problem in _edges():
+        yield _vector(called, options, **problem)
 
 
 def _vector(
@@ -87,15 +87,15 @@ def _results_of(
 ) -> dict[str, Array]:
     """Return the results of a problem by name, in one process."""
     value, residuals = loss.softmax_cross_entropy_forward(logits, targets, weight=weight, **options)
-    found = {"loss": value, "dlogits": loss.softmax_cross_entropy_backward(dloss, residuals)}
+    results = {"loss": value, "dlogits": loss.softmax_cross_entropy_backward(dloss, residuals)}
     if weight is None and not options.keys() - _OF_LOGITS - {"reduction"}:
-        given: Any = {name: options[name] for name in _OF_LOGITS & options.keys()}
-        statistics, of_statistics = loss.class_statistics_forward(logits, targets, **given)
-        found |= {name: np.asarray(getattr(statistics, name)) for name in _UPSTREAM}
-        found["dstatistics"] = loss.class_statistics_backward(of_statistics, **_UPSTREAM)
+        of_logits: Any = {name: options[name] for name in _OF_LOGITS & options.keys()}
+        statistics, of_statistics = loss.class_statistics_forward(logits, targets, **of_logits)
+        results |= {name: np.asarray(getattr(statistics, name)) for name in _UPSTREAM}
+        results["dstatistics"] = loss.class_statistics_backward(of_statistics, **_UPSTREAM)
         if "ignore_index" in options:
-            found["dlog_prob"] = loss.class_statistics_backward(of_statistics, log_prob=1.0)
-    return found
+            results["dlog_prob"] = loss.class_statistics_backward(of_statistics, log_prob=1.0)
+    return results
 
 
 def _edges() -> Iterator[tuple[str, dict[str, Any], dict[str, Array]]]:

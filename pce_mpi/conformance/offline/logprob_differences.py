@@ -67,10 +67,10 @@ class Differences:
     @property
     def unknown_head(self) -> str:
         """Say why nothing is known of the second head; '' if something is."""
-        wanted, given = self._second.options.get("logits_dtype", ""), self._first.dtype.name
-        if wanted in ("", given) or self._first.has("hidden") or coarsest(wanted, given) == wanted:
+        wanted, dtype = self._second.options.get("logits_dtype", ""), self._first.dtype.name
+        if wanted in ("", dtype) or self._first.has("hidden") or coarsest(wanted, dtype) == wanted:
             return ""
-        return f"the head's part is in the rest: logits that were recorded in {given} do not tell those in {wanted}"
+        return f"the head's part is in the rest: logits that were recorded in {dtype} do not tell those in {wanted}"
 
     def run(self) -> Iterator[int]:
         """Fill in all parts; yield now and then how many rows are done."""
@@ -82,20 +82,20 @@ class Differences:
     @np.errstate(all="ignore")
     def explanation(self) -> str:
         """Say which options, not recorded, would explain the rest; '' if it is small. Looks at some tokens."""
-        rest, said = self.parts["rest"], self._second.options
+        rest, known = self.parts["rest"], self._second.options
         rows = np.flatnonzero(self.valid & np.isfinite(rest))
         rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), max(_ROWS, LOGITS // self._classes))).astype(np.int64)]
         size = float(np.abs(rest[rows]).mean()) if len(rows) else 0.0
-        wanted = ["logit_scale"] * ("logit_scale" not in said) + ["top_p"] * (not said.keys() & set(Limits._fields))
+        wanted = ["logit_scale"] * ("logit_scale" not in known) + ["top_p"] * (not known.keys() & set(Limits._fields))
         if size < _SMALL or len(rows) < LEAST_ROWS or not wanted:
             return ""
         scale, softcap = self._scales[1], self._first.options.get("softcap")
         logits = self._heads(self._first.logits(rows))[1][:, : self._classes]
-        found = fitted_sampling(logits, self.targets[rows], rest[rows], scale, softcap, wanted)
-        if found is None:
+        fitted = fitted_sampling(logits, self.targets[rows], rest[rows], scale, softcap, wanted)
+        if fitted is None:
             names = " and no ".join({"logit_scale": "temperature", "top_p": "top-p"}[name] for name in wanted)
             return f"the rest has a mean size of {size:.3g}, and no {names} explains it"
-        options, left = found
+        options, left = fitted
         words = {"logit_scale": lambda value: f"a temperature of {scale / value:.4g}{' more' * (scale != 1.0)}"}
         words["top_p"] = lambda value: f"top-p {value:g}"
         causes = " and ".join(words[name](value) for name, value in options.items())

@@ -82,16 +82,16 @@ def fitted_sampling(
     def fitted(limits: Array) -> float:
         return _least(lambda scale: left(scale, limits)[0], declared)
 
-    scaled, limited, found = "logit_scale" in wanted, "top_p" in wanted, []
+    scaled, limited, results = "logit_scale" in wanted, "top_p" in wanted, []
     trials = [(True, np.ones(1))] * scaled + [(False, _TOP_P)] * limited
     for fits, limits in [*trials, *[(True, np.append(_TOP_P, 1.0))] * (scaled and limited)]:
         scale = fitted(limits) if fits else declared
         size, top_p = left(scale, limits)
-        found.append((size, {"logit_scale": scale} if fits else {}, {"top_p": top_p} if top_p < 1.0 else {}))
-    least = min(size for size, _, _ in found)
+        results.append((size, {"logit_scale": scale} if fits else {}, {"top_p": top_p} if top_p < 1.0 else {}))
+    least = min(size for size, _, _ in results)
     if not least * _EXPLAINS <= float(np.abs(rest).mean()):
         return None
-    return next((scale | top_p, size) for size, scale, top_p in found if size <= 2.0 * least)
+    return next((scale | top_p, size) for size, scale, top_p in results if size <= 2.0 * least)
 
 
 def _least(function: Callable[[float], float], start: float) -> float:
@@ -133,10 +133,10 @@ def misapplied_option(name: str, problem: Problem, padded: Problem, got: Array) 
         return f"the {columns} columns of padding count, which num_classes leaves out"
     softcap, scale = problem.options.get("softcap"), problem.options.get("logit_scale", 1.0)
     if softcap is None:
-        found = _least(lambda value: size(with_softcap(value)), _SOFTCAP)
-        if not explains(with_softcap(found)):
+        fitted = _least(lambda value: size(with_softcap(value)), _SOFTCAP)
+        if not explains(with_softcap(fitted)):
             return None
-        return f"the logits had a softcap of {found:.4g}: where that is meant, record softcap={found:.6g}"
+        return f"the logits had a softcap of {fitted:.4g}: where that is meant, record softcap={fitted:.6g}"
     if explains(with_softcap(None)):
         return f"the softcap of {softcap:g} is not applied"
     twice = softcap * np.tanh(scale * problem.logits.astype(np.float64) / softcap) / scale

@@ -290,8 +290,8 @@ class Judge:
         got, problem = recording.losses(name)[0][rows], self._problem(name, rows, recording.logits(rows))
         if not (dtype := dtype_of_rounded(name, problem, self._exact[name][rows], got, dtypes)):
             return None
-        due = f", not to {declared}," if recording.has("hidden") and "logits_dtype" in recording.options else ""
-        return f"the logits are rounded to {dtype}{due} before the softmax"
+        declaration = f", not to {declared}," if recording.has("hidden") and "logits_dtype" in recording.options else ""
+        return f"the logits are rounded to {dtype}{declaration} before the softmax"
 
     def _misread(self, name: str, wrong: Array) -> str | None:
         recording = self._recording
@@ -314,9 +314,9 @@ class Judge:
     def _renamed(self, text: str, rows: Array) -> str:
         """Return the text with the names of rows of the recording in place of places in `rows`."""
 
-        def renamed(found: re.Match[str]) -> str:
-            names = [self._row_name(int(rows[int(number)])) for number in found[2].split(", ")]
-            return found[1] + ", ".join(name.removeprefix("row ") for name in names)
+        def renamed(match: re.Match[str]) -> str:
+            names = [self._row_name(int(rows[int(number)])) for number in match[2].split(", ")]
+            return match[1] + ", ".join(name.removeprefix("row ") for name in names)
 
         return re.sub(r"\b(rows? )(\d+(?:, \d+)*)", renamed, text)
 

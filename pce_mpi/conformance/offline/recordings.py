@@ -165,18 +165,18 @@ class Recording:
         paths = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
         if not paths:
             self._refuse("the folder has no file called *.safetensors")
-        found: dict[int, tuple[TensorFile, dict[str, Any]]] = {}
+        by_rank: dict[int, tuple[TensorFile, dict[str, Any]]] = {}
         for path in paths:
             file = self._open.enter_context(TensorFile(path))
             options = self._metadata(path, file.metadata)
             rank, ranks = options.pop("rank"), options.pop("ranks")
-            if rank in found or not 0 <= rank < ranks:
-                self._refuse(f"it is rank {rank} of {ranks}" + ", as another file" * (rank in found), path)
+            if rank in by_rank or not 0 <= rank < ranks:
+                self._refuse(f"it is rank {rank} of {ranks}" + ", as another file" * (rank in by_rank), path)
             if ranks != len(paths):
                 self._refuse(f"it is one of {ranks} ranks, and there are {len(paths)} files", path)
             self._check_names(path, file)
-            found[rank] = file, options
-        (first, options), *others = (found[rank] for rank in range(len(found)))
+            by_rank[rank] = file, options
+        (first, options), *others = (by_rank[rank] for rank in range(len(by_rank)))
         for rank, (file, its) in enumerate(others, start=1):
             if its != options:
                 self._refuse(f"the options of rank 0 are {shown(options)}, and those of rank {rank} {shown(its)}")

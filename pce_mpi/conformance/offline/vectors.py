@@ -98,13 +98,13 @@ def judged(
     vector, and for results of no vector.
     """
     seed, entries = _index(Path(folder) / _INDEX)
-    given = _read(Path(results))
+    arrays = _read(Path(results))
     known = {f"{entry.name}/{key}" for entry in entries for key in entry.bits or _RESULTS}
-    if unknown := sorted(given.keys() - known):
+    if unknown := sorted(arrays.keys() - known):
         raise ValueError(f"{results} has {shown(unknown[0])}, which is the result of no vector in {folder}")
     settings = Orders("", strict=strict, tolerance=tolerance).settings()
     command = [*KIT, "--vectors", str(folder), "--results", str(results), *settings]
-    outcomes = [_outcome(Path(folder), entry, given, Tolerance(strict, tolerance)) for entry in entries]
+    outcomes = [_outcome(Path(folder), entry, arrays, Tolerance(strict, tolerance)) for entry in entries]
     agree(outcomes)
     for outcome in outcomes:
         outcome.rerun = shlex.join(command)
@@ -213,26 +213,26 @@ def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
     options = Options(operation="judged", axis=problem.axis, reduction=problem.reduction, **problem.options)
     check(options, problem.logits, problem.targets)
     if (problem.dtype.name, problem.classes) != (entry.dtype, entry.splits[-1]):
-        said = f"{entry.splits[-1]} classes in {entry.dtype}"
-        raise ValueError(f"the logits have {problem.classes} classes in {problem.dtype}, and the index says {said}")
+        listed = f"{entry.splits[-1]} classes in {entry.dtype}"
+        raise ValueError(f"the logits have {problem.classes} classes in {problem.dtype}, and the index says {listed}")
     return problem
 
 
-def _outcome(folder: Path, entry: Entry, given: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
+def _outcome(folder: Path, entry: Entry, arrays: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
     path = folder / entry.file
     outcome = Outcome(entry.name, entry.catches, Verdict.PASS, ranks=len(entry.splits) - 1, dtype=entry.dtype)
     try:
         tensors = _read(path)
         if entry.bits:
-            return _with_bits(outcome, entry, tensors, given)
-        return _judged(outcome, entry, _problem(entry, tensors), given, tolerance)
+            return _with_bits(outcome, entry, tensors, arrays)
+        return _judged(outcome, entry, _problem(entry, tensors), arrays, tolerance)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no problem: {shortened(str(error))}") from error
 
 
-def _with_bits(outcome: Outcome, entry: Entry, tensors: Mapping[str, Array], given: Mapping[str, Array]) -> Outcome:
+def _with_bits(outcome: Outcome, entry: Entry, tensors: Mapping[str, Array], arrays: Mapping[str, Array]) -> Outcome:
     """Compare the bits of what is given of a vector with those that it must have."""
-    answers = {name: given[f"{entry.name}/{name}"] for name in entry.bits if f"{entry.name}/{name}" in given}
+    answers = {name: arrays[f"{entry.name}/{name}"] for name in entry.bits if f"{entry.name}/{name}" in arrays}
     if not answers:
         return replace(outcome, verdict=Verdict.NOT_OFFERED, note="none of its results is given")
     texts = {name: difference(got, tensors[f"expected_{name}"], _place(got)) for name, got in answers.items()}
@@ -245,10 +245,10 @@ def _place(answer: Array) -> Callable[[int], str]:
 
 
 def _judged(
-    outcome: Outcome, entry: Entry, problem: Problem, given: Mapping[str, Array], tolerance: Tolerance
+    outcome: Outcome, entry: Entry, problem: Problem, arrays: Mapping[str, Array], tolerance: Tolerance
 ) -> Outcome:
     outcome = shaped(outcome, problem)
-    loss, dlogits, refused = (given.get(f"{entry.name}/{each}") for each in _RESULTS)
+    loss, dlogits, refused = (arrays.get(f"{entry.name}/{each}") for each in _RESULTS)
     refusable = entry.expects is Expects.REFUSAL
     if refused is None and (loss is None or (dlogits is None and entry.gradient and not refusable)):
         outcome.verdict, outcome.note = Verdict.NOT_OFFERED, "it, or its gradient, is not among the results"

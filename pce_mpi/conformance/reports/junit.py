@@ -51,10 +51,10 @@ def render(report: Report) -> str:
         )
         if (tag := _TAGS.get(outcome.verdict)) is not None:
             start = f"{outcome.verdict}: " if tag == "skipped" else ""
-            found = ElementTree.SubElement(case, tag, message=_clean(start + problem(outcome)))
+            element = ElementTree.SubElement(case, tag, message=_clean(start + problem(outcome)))
             if tag != "skipped":
-                found.set("type", str(outcome.verdict))
-                found.text = _clean(_details(outcome))
+                element.set("type", str(outcome.verdict))
+                element.text = _clean(_details(outcome))
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 

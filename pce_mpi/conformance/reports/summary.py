@@ -136,7 +136,7 @@ def hint(report: Report) -> str:
 
 def _declarations(report: Report) -> dict[str, int]:
     """Return the three declarations that open most cases, each after those before it, with the number of cases."""
-    offer, found = report.offer, dict[str, int]()
+    offer, counts = report.offer, dict[str, int]()
     whole = replace(EVERYTHING, kind=offer.kind, options=KINDS[offer.kind].options)
     left = {outcome.case for outcome in report.outcomes if outcome.verdict is Verdict.NOT_OFFERED}
     cases = [case for case in catalogue(whole) if case.name in left]
@@ -148,8 +148,8 @@ def _declarations(report: Report) -> dict[str, int]:
             break
         offer, cases = more[best], [case for case in cases if case not in opened[best]]
         value = str(getattr(offer, best)).replace("'", '"') if best != "shards" else f'"{offer.shards}"'
-        found[f"{best}={value}"] = len(opened[best])
-    return found
+        counts[f"{best}={value}"] = len(opened[best])
+    return counts
 
 
 def extreme_rows(report: Report) -> list[list[Cell]]:

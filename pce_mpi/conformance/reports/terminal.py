@@ -25,9 +25,9 @@ def render(report: Report) -> str:
 
 
 def _parts(report: Report) -> Iterator[str]:
-    given = summary.facts(report)
-    width = max(map(len, given))
-    yield "\n".join(_wrapped(f"{name:{width}}  ", value) for name, value in given.items())
+    facts = summary.facts(report)
+    width = max(map(len, facts))
+    yield "\n".join(_wrapped(f"{name:{width}}  ", value) for name, value in facts.items())
     if rows := summary.extreme_rows(report):
         yield "Largest errors in ulps (help(pce_mpi.conformance.judging) says of what); sums may err by log2(rows) more"
         yield table(rows)

@@ -86,10 +86,10 @@ class JaxShardMap:
         logits, targets, weight = zip(*shards, strict=True)
         sharded = PartitionSpec(*(None,) * axis, _AXIS_NAME)
         probabilities = targets[0].ndim == logits[0].ndim
-        given = [targets[0] if not probabilities else np.concatenate(targets, axis)]
+        others = [targets[0] if not probabilities else np.concatenate(targets, axis)]
         specs = [sharded if probabilities else PartitionSpec()]
         if weight[0] is not None:
-            given.append(np.concatenate(weight))
+            others.append(np.concatenate(weight))
             specs.append(PartitionSpec(_AXIS_NAME))
 
         def function(x: Any, t: Any, *w: Any) -> Any:
@@ -103,7 +103,7 @@ class JaxShardMap:
             mapped = jax.jit(
                 jax.shard_map(function, mesh=self._mesh, in_specs=(sharded, *specs), out_specs=PartitionSpec())
             )
-            loss, vjp = jax.vjp(lambda x: mapped(x, *given), x)
+            loss, vjp = jax.vjp(lambda x: mapped(x, *others), x)
             by_device = {shard.device: np.array(shard.data) for shard in loss.addressable_shards}
 
         def pull_back(dloss: Any) -> list[Any]:

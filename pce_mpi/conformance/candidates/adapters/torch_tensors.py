@@ -49,8 +49,8 @@ def loss_and_backward(loss: Any, inputs: Sequence[Any]) -> tuple[Any, Callable[[
             if "donated buffer" not in str(error):
                 raise
             gradients = torch.autograd.grad(loss, inputs, grad_outputs=upstream)
-        found = [each.detach() for each in gradients]
-        return found if len(found) > 1 else found[0]
+        detached = [each.detach() for each in gradients]
+        return detached if len(detached) > 1 else detached[0]
 
     return loss.detach(), backward
 

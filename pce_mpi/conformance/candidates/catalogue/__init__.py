@@ -32,12 +32,12 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
     every += () if kind.cases is None else kind.cases.of(usable[0])
     if large:
         every += shapes.LARGE.of(usable[-1])
-    found = [
+    fitting = [
         case
         for case in dict.fromkeys(every)
         if case.dtype in wanted and not any(fits(case.name, each) for each in kind.without)
     ]
-    return [replace(case, catches=kind.said(case.family, case.catches)) for case in found]
+    return [replace(case, catches=kind.said(case.family, case.catches)) for case in fitting]
 
 
 def cases_of_all_kinds(dtypes: Iterable[str] | None = None, *, large: bool = False) -> list[Case]:
@@ -82,12 +82,12 @@ def cases(
     ['zero-rows/mean', 'zero-rows/sum', 'zero-rows/none']
     """
     offered = offer if offer is None or isinstance(offer, Offer) else offer_of(offer)
-    found = catalogue(offered, dtypes)
+    selected = catalogue(offered, dtypes)
     if pattern is not None:
         patterns = [pattern] if isinstance(pattern, str) else list(pattern)
         for each in patterns:
-            if not any(fits(case.name, each) for case in found):
-                families = ", ".join(dict.fromkeys(case.family for case in found))
+            if not any(fits(case.name, each) for case in selected):
+                families = ", ".join(dict.fromkeys(case.family for case in selected))
                 raise ValueError(f"no case is called {each!r}; families: {families}")
-        found = [case for case in found if any(fits(case.name, each) for each in patterns)]
-    return [case for case in found if offered is None or unmet_need(offered, case.needs, case.dtype) is None]
+        selected = [case for case in selected if any(fits(case.name, each) for each in patterns)]
+    return [case for case in selected if offered is None or unmet_need(offered, case.needs, case.dtype) is None]

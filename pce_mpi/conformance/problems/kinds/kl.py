@@ -33,7 +33,7 @@ def drawn_teacher(problem: Problem, seed: int) -> Problem:
 def of_problem(problem: Problem, student: Array, teacher: Array) -> tuple[Array, Array]:
     """Return the divergence of two arrays of logits, in the conventions of a problem, and its gradient."""
     temperature = problem.options.get("temperature", 1.0)
-    found = dense.kl_divergence_value_and_grad(
+    results = dense.kl_divergence_value_and_grad(
         student,
         teacher,
         direction=problem.conventions["direction"],
@@ -42,7 +42,7 @@ def of_problem(problem: Problem, student: Array, teacher: Array) -> tuple[Array,
         axis=problem.axis,
     )
     factor = temperature**2 if problem.conventions["temperature_squared"] else 1.0
-    return np.asarray(found.divergence) * factor, found.dstudent * (factor * problem.upstream)
+    return np.asarray(results.divergence) * factor, results.dstudent * (factor * problem.upstream)
 
 
 # Student and teacher are close where no logits differ by more: of a divergence of half the square of that, differences
@@ -291,8 +291,8 @@ def _dropped(student: Array, teacher: Array, chosen: Array, scale: float) -> tup
 
 def _renormalized(student: Array, teacher: Array, chosen: Array, scale: float) -> tuple[Array, Array]:
     within = (np.where(chosen, each, -np.inf) for each in (student, teacher))
-    found = dense.kl_divergence_value_and_grad(*within, logit_scale=scale, reduction="none")
-    return found.divergence, found.dstudent
+    results = dense.kl_divergence_value_and_grad(*within, logit_scale=scale, reduction="none")
+    return results.divergence, results.dstudent
 
 
 def _bucket(student: Array, teacher: Array, chosen: Array, scale: float) -> tuple[Array, Array]:
@@ -302,9 +302,9 @@ def _bucket(student: Array, teacher: Array, chosen: Array, scale: float) -> tupl
     within, beyond = ([np.where(mask, each, -np.inf) for each in pair] for mask in (chosen, ~chosen))
     masses = [dense.class_statistics(scale * each).logsumexp[:, None] / scale for each in beyond]
     with_bucket = [np.append(each, mass, axis=-1) for each, mass in zip(within, masses, strict=True)]
-    found = dense.kl_divergence_value_and_grad(*with_bucket, logit_scale=scale, reduction="none")
+    results = dense.kl_divergence_value_and_grad(*with_bucket, logit_scale=scale, reduction="none")
     share = np.where(chosen, 0.0, np.exp(scale * (beyond[0] - masses[0])))
-    return found.divergence, found.dstudent[:, :-1] + found.dstudent[:, -1:] * share
+    return results.divergence, results.dstudent[:, :-1] + results.dstudent[:, -1:] * share
 
 
 # The ways to treat the other classes, in words, and as a divergence of each row with its gradient.
@@ -351,8 +351,8 @@ def _topk_faults(b: Textbook) -> Faults:
     if problem.ranks > 1:
         own = np.zeros_like(chosen)
         for rank in range(problem.ranks):
-            mine = b.in_shard(rank)
-            own[:, mine] = _largest(teacher[:, mine], min(count, int(mine.sum())))
+            shard = b.in_shard(rank)
+            own[:, shard] = _largest(teacher[:, shard], min(count, int(shard.sum())))
         text = f"the {count} classes are each rank's own: the loss depends on the number of ranks"
         for rest in _RESTS:
             yield text, given(own, rest)

@@ -195,7 +195,7 @@ def _of_other_softmaxes(b: Textbook) -> Faults:
     for text, books in sharding.softmaxes(b):
         p = books[0].p
         of_class = np.where(p == 0.0, 0.0, p * books[0].nll)
-        parts = np.stack([of_class[:, mine].sum(axis=-1) for mine in shards])
+        parts = np.stack([of_class[:, shard].sum(axis=-1) for shard in shards])
         own = np.repeat(parts.T, np.diff(b.problem.splits), axis=-1)
         whole = parts.sum(axis=0)
         for losses in ((whole.reshape(shape),), tuple(part.reshape(shape) for part in parts)):

@@ -60,33 +60,33 @@ class TrainingStep(Problem):
         axes = (1,) * (self.logits.ndim - 2)
         parts: list[Problem] = []
         for number in range(len(self.lengths[of])):
-            mine = (rank == of) & (micro_batch == number)
-            logits, targets = self.row_major(self.logits)[mine], self.targets.reshape(-1)[mine]
+            in_it = (rank == of) & (micro_batch == number)
+            logits, targets = self.row_major(self.logits)[in_it], self.targets.reshape(-1)[in_it]
             logits, targets = logits.reshape(*axes, *logits.shape), targets.reshape(*axes, -1)
             parts.append(replace(self, logits=logits, targets=targets, reduction="mean"))
         return parts
 
     def weights(self, of: int, gradients: Sequence[Array]) -> Array:
         """Return what each token of a rank counts; nan for a nan gradient, infinite for no multiple of the due one."""
-        mine = self.places[0] == of
-        weights, due = self.expected[0].reshape(-1)[mine], self.row_major(self.expected[1])[mine]
+        of_rank = self.places[0] == of
+        weights, exact = self.expected[0].reshape(-1)[of_rank], self.row_major(self.expected[1])[of_rank]
         got = np.concatenate([each.reshape(-1, self.classes) for each in gradients]).astype(np.float64)
         got /= math.prod(self.sizes[each] for each in self.averaged)
-        times, off = self._multiples(got, due)
+        times, off = self._multiples(got, exact)
         if off.any():  # -inf if they are multiples for the next token's target
             shifted = [replace(each, targets=np.roll(each.targets, -1)) for each in self.micro_batches(of)]
             following = np.concatenate([each.row_major(each.expected[1]) for each in shifted])
             off = np.where(off, np.inf if self._multiples(got, following)[1].any() else -np.inf, 0.0)
-        found = np.where(off, off, times * weights)
-        return np.where(np.isnan(got).any(axis=-1), np.nan, found)
+        counts = np.where(off, off, times * weights)
+        return np.where(np.isnan(got).any(axis=-1), np.nan, counts)
 
-    def _multiples(self, got: Array, due: Array) -> tuple[Array, Array]:
+    def _multiples(self, got: Array, exact: Array) -> tuple[Array, Array]:
         """Return how many times the due one each gradient is, and which is no multiple of it."""
-        squares = (due**2).sum(axis=-1)
+        squares = (exact**2).sum(axis=-1)
         # The gradient of a token that is certain is 0, whatever it counts.
         with np.errstate(invalid="ignore", divide="ignore"):
-            times = np.where(squares > 0.0, (got * due).sum(axis=-1) / squares, 1.0)
-            off = np.abs(got - times[:, None] * due).max(axis=-1, initial=0.0)
+            times = np.where(squares > 0.0, (got * exact).sum(axis=-1) / squares, 1.0)
+            off = np.abs(got - times[:, None] * exact).max(axis=-1, initial=0.0)
             return times, off > _OFF[self.dtype.itemsize] * np.abs(times) * np.sqrt(squares)
 
     def joined(self, answers: Sequence[Any]) -> list[Any]:
@@ -154,20 +154,20 @@ def tell_losses(problem: Problem, answers: Sequence[Any]) -> str | None:
         return None  # the nan has been told
     rank, micro_batch = step.places
     of_token, averages = book.row_losses(), {each: step.sizes[each] for each in step.averaged}
-    due = of_token.sum() / max(step.valid.sum(), 1)
-    found = losses.sum() / math.prod(averages.values())
-    given = [found]
+    exact = of_token.sum() / max(step.valid.sum(), 1)
+    loss = losses.sum() / math.prod(averages.values())
+    readings = [loss]
     if same(losses, losses[0]):
         whole = losses[0].sum()
-        given += [whole / math.prod(averages.values()), whole / averages.get("micro-batches", 1)]
-    if any(same(each, due) for each in given):
+        readings += [whole / math.prod(averages.values()), whole / averages.get("micro-batches", 1)]
+    if any(same(each, exact) for each in readings):
         return None
     sums, counts = np.zeros(losses.shape), np.zeros(losses.shape)
     np.add.at(sums, (rank, micro_batch), of_token)
     np.add.at(counts, (rank, micro_batch), step.valid)
     own = "each micro-batch has the mean of its own valid tokens" * same(losses, sums / np.maximum(counts, 1))
-    cause = own or (", or ".join(_of_all(step, book, found / due, same)) if due else "")
-    text = f"the gradient of the step is right, and its loss is {found:.6g} where {due:.6g} is right"
+    cause = own or (", or ".join(_of_all(step, book, loss / exact, same)) if exact else "")
+    text = f"the gradient of the step is right, and its loss is {loss:.6g} where {exact:.6g} is right"
     return f"{text}: {cause}" if cause else text
 
 
@@ -180,8 +180,8 @@ def _not_finite(step: TrainingStep, weights: Array) -> str:
     first = int(np.argmin(np.isfinite(weights)))
     part = step.row_name(first)
     if np.isnan(weights[first]):
-        mine = np.all([numbers == numbers[first] for numbers in step.places], axis=0)
-        reason = "" if step.valid[mine].any() else ", which has no valid token,"
+        in_it = np.all([numbers == numbers[first] for numbers in step.places], axis=0)
+        reason = "" if step.valid[in_it].any() else ", which has no valid token,"
         return f"the gradient of {part}{reason} is nan, and so is that of the step"
     if step.valid[first]:
         return f"the gradient of a token in {part} is no multiple of that of its cross entropy"
@@ -218,8 +218,8 @@ def _of_all(step: TrainingStep, book: Textbook, times: float, same: _Same) -> li
             total = (total + part.astype(dtype)).astype(dtype)
         kept = {float(total), float(count.astype(dtype))} - {float(count)}
         halves += [(f"the count of valid tokens is kept in {name}", each) for each in kept]
-    found = [text for text, divisor in (*divisors.items(), *halves) if divisor and same(count / divisor, times)]
-    return found + [text for _, text in sorted(_factors(step, times, same))[:1]]
+    causes = [text for text, divisor in (*divisors.items(), *halves) if divisor and same(count / divisor, times)]
+    return causes + [text for _, text in sorted(_factors(step, times, same))[:1]]
 
 
 def _factors(step: TrainingStep, times: float, same: _Same) -> Iterator[tuple[bool, str]]:
@@ -233,14 +233,14 @@ def _factors(step: TrainingStep, times: float, same: _Same) -> Iterator[tuple[bo
             names = " and ".join(f'"{each}"' for each in chosen)
             if same(times, size):
                 sums = f"over which the trainer sums; where it averages, add {names} to `averaged`"
-                said = "twice" if all(averaged) else sums if not any(averaged) else ""
-                yield all(averaged), f"the gradient is multiplied by the {these}, {said}".removesuffix(", ")
+                words = "twice" if all(averaged) else sums if not any(averaged) else ""
+                yield all(averaged), f"the gradient is multiplied by the {these}, {words}".removesuffix(", ")
             elif same(times, 1.0 / size) and all(averaged):
                 unmade = f"the trainer averages over the {these}, and nothing makes up for it"
                 yield False, f"{unmade}; where it sums, leave {names} out of `averaged`"
             elif same(times, 1.0 / size):
-                said = "over which the trainer sums" if not any(averaged) else ""
-                yield True, f"the gradient is divided by the {these}, {said}".removesuffix(", ")
+                words = "over which the trainer sums" if not any(averaged) else ""
+                yield True, f"the gradient is divided by the {these}, {words}".removesuffix(", ")
 
 
 def _of_each(
