@@ -133,7 +133,7 @@ def test_distributed_array_knows_global_indices(comm):
         assert text.endswith("  at (1, 5): got 11.0, expected 0.0")
 
 
-def test_wrong_argument_on_one_rank_raises_everywhere(comm, several):
+def test_wrong_argument_of_an_assertion_raises_everywhere(comm, several):
     mesh, last = mesh_of(comm, comm.size), comm.size - 1
     x, bad = pce.distribute(WHOLE, mesh, data=Shard(1)), comm.rank == last
     for call, kind, text in [
