@@ -21,6 +21,14 @@ def shortened(text: str) -> str:
     return text if len(text) <= 2 * _LONG else f"{text[:_LONG]}...{text[-_LONG:]}"
 
 
+def bounded(text: str, most: int) -> str:
+    """Return `text`, without its middle if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
+
+
 def names_shown(names: Sequence[Any]) -> str:
     """Return the first names as text for a message."""
     more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""

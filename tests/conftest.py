@@ -1,18 +1,15 @@
-"""One conftest for any number of ranks: `pytest`, or `mpiexec -n 3 python -m mpi4py -m pytest tests/ranks`."""
+"""Fixtures and options of the tests, which run on any number of ranks by the plugin `pce_mpi.testing`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-import signal
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
-from patience import slowdown
-from pce_mpi.comm.library import launcher_env, why_apart
-from record import NOT_ASKED_FOR, Recorder, show_stacks_in
+from pce_mpi.comm.library import launcher_env
+from pce_mpi.jobs.patience import slowdown
 import strict_cupy
 
 if TYPE_CHECKING:
@@ -35,14 +32,6 @@ hypothesis.settings.load_profile("ranks")
 
 
 cupy, stand_in, xp = strict_cupy.cupy, strict_cupy.stand_in, strict_cupy.xp  # fixtures, for tests to find here
-
-
-@pytest.fixture(scope="session")
-def comm() -> MPI.Intracomm:
-    """All ranks of the job; a process that was started without mpiexec is a job of one rank."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
 
 
 @pytest.fixture
@@ -74,8 +63,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", type=Path, help="write the course of the session to this folder, as lines of JSON")
-    parser.addoption("--after", metavar="TEST", help="leave out the tests up to this one, which has ended a session")
     parser.addoption("--only-with-comm", action="store_true", help="leave out the tests that ask for no communicator")
     parser.addoption(
         "--sizes",
@@ -87,22 +74,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cupy-on-cpu", action="store_true", help="the same with CuPy on the CPU; needs no GPU, but g++")
 
 
-@pytest.hookimpl(trylast=True)  # a test that -k leaves out names no sizes
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.option.only_with_comm:
         keep(config, items, lambda item: asks_for(item, {"comm"}))
     if config.option.gpu:
         keep(config, items, lambda item: asks_for(item, {"cupy", "stand_in", "xp"}))
+    asked = {int(size) for size in config.option.sizes.split(",") if size}
     here = told.size if (told := launcher_env()) else 1
-    asked = {int(size) for size in config.option.sizes.split(",")} if config.option.sizes else {here}
-    # A test runs at its own sizes alone: at those of them that are asked for, or else at them all.
-    sizes = {item: sizes_of(item) & asked or sizes_of(item) or asked for item in items if asks_for(item, {"comm"})}
-    config.stash[NOT_ASKED_FOR] = sorted(set().union(*sizes.values()) - asked)
-    # Without `comm` a test runs at the first size, whatever its file says.
-    keep(config, items, lambda item: here in sizes.get(item, {here}))
-    if config.option.after:
-        names = [item.nodeid for item in items]
-        del items[: names.index(config.option.after) + 1]
+    for item in items:
+        if not asks_for(item, {"comm"}):
+            # Without `comm` a test is the same on any number of ranks, whatever its file says.
+            item.own_markers.append(pytest.mark.ranks(here).mark)
+    # Of sizes that others are asked for, the plugin says that a test is skipped; here another session runs it.
+    keep(config, items, lambda item: here in (sizes_of(item) or {here}) or not sizes_of(item) & asked)
 
 
 def asks_for(item: pytest.Item, fixtures: set[str]) -> bool:
@@ -111,7 +95,7 @@ def asks_for(item: pytest.Item, fixtures: set[str]) -> bool:
 
 def sizes_of(item: pytest.Item) -> set[int]:
     """At how many ranks it runs, if it does not run at any number of them."""
-    marker = item.get_closest_marker("sizes")
+    marker = item.get_closest_marker("ranks")
     return set(marker.args) if marker else set()
 
 
@@ -123,24 +107,6 @@ def keep(config: pytest.Config, items: list[pytest.Item], condition: Callable[[p
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    comm = None
-    if launcher_env() is None:
-        # A pytest that is told to end must end the jobs that its tests have launched.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    else:
-        from mpi4py import MPI
-
-        if apart := why_apart(MPI.COMM_WORLD):
-            raise pytest.UsageError(apart)
-        from rank_aware import RankAware
-
-        comm = MPI.COMM_WORLD
-        config.pluginmanager.register(RankAware(config))
-    if config.option.record:
-        rank = comm.rank if comm else 0
-        show_stacks_in(config.option.record, rank)
-        if rank == 0:
-            config.pluginmanager.register(Recorder(config.option.record))
     if config.option.cupy_on_cpu:
         import cupy_on_cpu
 
@@ -153,6 +119,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.gpu:
         from pce_mpi.cli.info import take_gpu_of_rank
 
+        comm = None
+        if launcher_env() is not None:
+            from mpi4py import MPI
+
+            comm = MPI.COMM_WORLD
         try:
             take_gpu_of_rank(comm)
         except RuntimeError as error:

@@ -24,8 +24,8 @@ from pce_mpi.cli.output import Stream, Unwritten
 from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.board import timeout_seconds
 from pce_mpi.comm.library import check_mpi, launcher_env, told_gpu_aware, why_apart
-from pce_mpi.conformance.text import bounded
 from pce_mpi.exact.arithmetic import check_settings
+from pce_mpi.text import bounded
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -31,8 +31,9 @@ from pce_mpi.conformance.problems.cases import fits
 from pce_mpi.conformance.reports import files, json_file, terminal
 from pce_mpi.conformance.runs.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.runs.orders import Orders, names_of_all_cases
-from pce_mpi.conformance.text import bounded, visible
+from pce_mpi.conformance.text import visible
 from pce_mpi.jobs.mpiexec import LaunchError, most_ranks, number_of_cores
+from pce_mpi.text import bounded
 
 __all__ = ["add_arguments", "run", "status_as_rank"]
 

@@ -18,7 +18,8 @@ from pce_mpi.conformance.offline.recording_errors import Judge, Judged
 from pce_mpi.conformance.offline.recordings import Recording, pieces
 from pce_mpi.conformance.problems.problem import row_name
 from pce_mpi.conformance.reports.tables import Cell, table
-from pce_mpi.conformance.text import bounded, visible
+from pce_mpi.conformance.text import visible
+from pce_mpi.text import bounded
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pce_mpi.autograd.rehearsal import rehearsed
 from pce_mpi.cli.arguments import link, mesh_sizes, words
 from pce_mpi.cli.output import Unwritten, progress
-from pce_mpi.conformance.text import bounded, text_of, visible
+from pce_mpi.conformance.text import text_of, visible
 from pce_mpi.distributed.sharding import Coordinates
+from pce_mpi.text import bounded
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -63,8 +63,9 @@ class Board:
     """All that the ranks of a private communicator have told each other since they last were in one place.
 
     `position` counts the collectives that this rank has started, and `marks` are the numbers of calls before the last
-    two. `errors` counts the errors of this rank since it was in one place with the others. If one of them has left a
-    collective behind, another communicator takes the place of `comm`.
+    two. `errors` counts the errors of this rank since it was in one place with the others, and `past` those of which it
+    does not matter where they were. If one rank has left a collective behind, another communicator takes the place of
+    `comm`.
     """
 
     def __init__(self, comm: MPI.Intracomm, near: Sequence[int]) -> None:
@@ -72,7 +73,7 @@ class Board:
         self._near = near
         self.position = 0
         self.marks = program.count, program.count
-        self.errors = 0
+        self.errors = self.past = 0
         self.listener: Callable[[], object] = int  # is called where the ranks come together
         self.over = "comm"
         self.has_left = False
@@ -182,7 +183,7 @@ class Board:
         self._round += 1
         self._asked = (-1, 0.0)
         self.errors = 0
-        self._raised_in, self._raised = [], []
+        self._raised_in, self._raised, self.past = [], [], 0
         self.has_left = False
         self.listener()
         _, block, at, *_ = here
@@ -193,6 +194,8 @@ class Board:
         """Raise `CollectiveTimeout` unless all have raised each error in the same pass of each loop."""
         raised: dict[int, list[Any]] = {}
         for number, own in enumerate(self._raised):
+            if number < self.past:
+                continue
             raised = {rank: each[-4:] for rank, each in [(self.rank, own), *self._said(f"error {number}").items()]}
             for calls, block, at, (its_block, origin) in raised.values():
                 if block == its_block > 0 or not (at and origin):
@@ -202,7 +205,7 @@ class Board:
                 for fewer, other_block, other, _ in raised.values():
                     if fewer < calls and is_before(at, other) and not block == other_block > 0:
                         self._apart("ranks have raised errors in different passes of a loop", [other, at])
-        for rank, (calls_made, _, here, *_) in arrived.items():
+        for rank, (calls_made, _, here, *_) in arrived.items() if raised else ():
             fewer, _, own_place, _ = raised[rank]
             for calls, block, at, (its_block, origin) in raised.values():
                 if not block == its_block > 0 and origin and lines_of(here) == lines_of(at):
@@ -298,11 +301,16 @@ def tell_once(error: Exception) -> None:
 
 
 def count_errors(errors: int) -> None:
-    """Count as many errors for this thread as another rank has told, which are not raised here any more."""
+    """Count as many errors for this thread as another rank has told, which are not raised here any more.
+
+    All ranks call it at one place of the program, so that it does not matter where they have heard of them.
+    """
     while program.errors < errors:
         program.errors += 1
         for board in _boards_of_thread():
             board.tell(RuntimeError("of another rank"), [])
+    for board in _boards_of_thread():
+        board.past = board.errors
 
 
 def timeout_seconds() -> float:

@@ -13,6 +13,11 @@ from typing import Any
 Place = list[list[Any]]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# These call the program, and are no part of it.
+_RUNNERS = (
+    *(os.path.join(_PACKAGE, name, "") for name in ("cli", "conformance", "testing")),
+    f"{os.sep}_pytest{os.sep}",
+)
 # How many functions of a place are told, from the outermost.
 _MOST_FUNCTIONS = 40
 
@@ -37,6 +42,8 @@ def place() -> Place:
     functions: Place = []
     while frame is not None:
         code = frame.f_code
+        if any(runner in code.co_filename for runner in _RUNNERS):
+            break
         if code.co_filename.startswith(_PACKAGE):
             functions.clear()
         else:
@@ -58,14 +65,22 @@ def lines_of(place: Place) -> list[list[Any]]:
     return [lines for *lines, _ in place]
 
 
+# CPython notes a call at one of two instructions, as far apart at most, in bytes.
+_CALL = 8
+
+
 def is_before(one: Place, other: Place) -> bool:
     """Return whether one place comes before another one in the code of the function where the ways to them part.
 
-    Lines do not tell: arguments on later lines are evaluated before a call.
+    Lines do not tell: arguments on later lines are evaluated before a call, and those on its line too.
     """
+    last, other_last = 0, 0  # the instructions of the last function that is the same on both ways
     for (*function, line, instruction), (*other_function, other_line, other_instruction) in zip(
         one, other, strict=False
     ):
-        if (function, line) != (other_function, other_line):
-            return function == other_function and bool(instruction < other_instruction)
-    return False
+        if function != other_function:
+            break
+        if line != other_line:
+            return bool(instruction < other_instruction)
+        last, other_last = instruction, other_instruction
+    return last + _CALL < other_last

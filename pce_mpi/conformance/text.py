@@ -9,6 +9,8 @@ import sysconfig
 import traceback
 from typing import Any
 
+from pce_mpi.text import bounded
+
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}, "\N{REPLACEMENT CHARACTER}")
 
@@ -21,14 +23,6 @@ def meant(**offer: Any) -> str:
     """
     values = ", ".join(f"{name}={value!r}" for name, value in offer.items()).replace("'", '"')
     return f"where that is meant, declare it: @offers({values})"
-
-
-def bounded(text: str, most: int) -> str:
-    """Return `text`, without its middle if it has more than `most` characters."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"
 
 
 def text_of(error: BaseException) -> str:

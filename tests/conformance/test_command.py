@@ -12,7 +12,6 @@ from safetensors.numpy import save_file
 
 from conformance.command import CONFORMANCE, conformance, processes_of, started, status
 from jobs.launch import ROOT, complete, launch, output_of
-from patience import slowdown, wait_until
 from pce_mpi.conformance import offers
 from pce_mpi.conformance.candidates.catalogue import catalogue
 from pce_mpi.conformance.candidates.loading import check_call
@@ -23,6 +22,7 @@ from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.runs.batches import DEFAULT_TIMEOUT, rerun_command
 from pce_mpi.conformance.runs.orders import Orders
 from pce_mpi.jobs.mpiexec import LaunchError, mpiexec
+from pce_mpi.jobs.patience import slowdown, wait_until
 
 
 def test_interrupted_run_reports_outcomes_so_far(tmp_path):

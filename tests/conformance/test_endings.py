@@ -7,8 +7,8 @@ import pytest
 
 from conformance.command import conformance, processes_of, started
 from jobs.launch import output_of
-from patience import wait_until
 from pce_mpi.cli import main
+from pce_mpi.jobs.patience import wait_until
 
 # Each rank starts a daemon: of another session, an orphan, deaf to signals.
 DAEMON = """
@@ -60,7 +60,7 @@ def test_ended_command_leaves_no_child_of_ranks(tmp_path, number, status):
         wait_until(lambda: processes_of(tmp_path) == [], 10)
     else:
         assert "what was known by then; conformance: 1 of 2" in stderr
-        assert not list(tmp_path.glob("pce_mpi-conformance-*"))
+        assert not list(tmp_path.glob("pce_mpi-job-*"))
     assert processes_of(tmp_path) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from conformance.command import conformance, processes_of
 from jobs.launch import ROOT, launch
-from patience import slowdown
+from pce_mpi.jobs.patience import slowdown
 
 # The shared memory of MPICH's ranks in the memory map of a process.
 SHARED_MEMORY = re.compile(r"/dev/shm/mpich_\S+")

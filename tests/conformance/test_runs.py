@@ -8,10 +8,10 @@ import pytest
 
 from conformance.command import conformance, processes_of, started
 from jobs.launch import ROOT, complete, output_of
-from patience import wait_until
-from pce_mpi.conformance.runs.journal import Follower, Journal
 from pce_mpi.conformance.text import innermost
+from pce_mpi.jobs.journal import Follower, Journal
 from pce_mpi.jobs.mpiexec import memory_shared_by
+from pce_mpi.jobs.patience import wait_until
 from pce_mpi.temporary_files import new_folder
 
 RIGHT = """
@@ -44,9 +44,9 @@ def folders_in(folder, pattern="*"):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
 def test_leftovers_of_killed_command_are_removed_next(tmp_path):
     run = asleep(tmp_path)
-    ours = "pce_mpi-conformance-*"  # the MPI library may have others
+    ours = "pce_mpi-job-*"  # the MPI library may have others
     (killed,) = folders_in(tmp_path, ours)
-    running, _ = new_folder(tmp_path, "pce_mpi-conformance-")  # of a command that still runs
+    running, _ = new_folder(tmp_path, "pce_mpi-job-")  # of a command that still runs
     pids = [json.loads(path.read_text().splitlines()[0])["pid"] for path in killed.glob("rank-*.jsonl")]
     shared = set().union(*map(memory_shared_by, pids))
     run.kill()

@@ -14,8 +14,8 @@ import textwrap
 import time
 from typing import Any, NamedTuple
 
-from patience import Patience
 from pce_mpi.jobs.mpiexec import mpiexec, number_of_cores, settings
+from pce_mpi.jobs.patience import Patience
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,11 +90,11 @@ def output_of(process: subprocess.Popen[str], limit: float = LIMIT) -> tuple[str
                 raise TimeoutError(f"it had not ended after {limit:g} s") from None
 
 
-def stop(process: subprocess.Popen[Any]) -> None:
+def stop(process: subprocess.Popen[Any], number: signal.Signals = signal.SIGTERM) -> None:
     """End a process that leads its own group, and its children."""
     if process.poll() is None:
-        # mpiexec ends its ranks on SIGTERM; killed, it may leave them behind.
-        os.killpg(process.pid, signal.SIGTERM)
+        # mpiexec ends its ranks on SIGTERM, pytest on SIGINT; killed, they may leave processes behind.
+        os.killpg(process.pid, number)
         try:
             process.wait(GRACE)
         except subprocess.TimeoutExpired:

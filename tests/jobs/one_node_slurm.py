@@ -11,8 +11,8 @@ import subprocess
 import time
 
 from jobs.launch import stop
-from patience import Patience
 from pce_mpi.jobs.mpiexec import number_of_cores
+from pce_mpi.jobs.patience import Patience
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sinfo")
 

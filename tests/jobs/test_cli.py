@@ -16,10 +16,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from jobs.launch import ROOT, complete, job_command, job_environment, launch
-from patience import slowdown
 import pce_mpi
 from pce_mpi.cli import main
 from pce_mpi.jobs.mpiexec import mpiexec
+from pce_mpi.jobs.patience import slowdown
 from pce_mpi.loss.options import CrossEntropyOptions
 
 COMMAND = ["-m", "pce_mpi"]

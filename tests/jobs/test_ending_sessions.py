@@ -11,7 +11,7 @@ import pytest
 
 from jobs.launch import launch_source, output_of
 from jobs.suites import change, closing_line, last_words, new_suite, reports, run, run_at, write
-from patience import wait_until
+from pce_mpi.jobs.patience import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def ended(tmp_path_factory):
         """
         import os, signal
         from hypothesis import given, strategies as st
-        from in_step import in_step
+        from pce_mpi.testing import in_step
         import pytest
 
         def test_that_is_well(comm):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jobs.launch import CompletedJob, complete, job_command, job_environment, launch_source
-from patience import slowdown
+from pce_mpi.jobs.patience import slowdown
 
 # The time that ranks wait for each other in most jobs, the time that they then listen for each other, and the slack: in
 # seconds of a machine that has nothing else to do, as are all times that ranks tell.

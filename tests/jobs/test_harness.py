@@ -254,11 +254,11 @@ def test_run_tells_outcome_by_size_and_in_total(suite):
             if comm.size == 1:
                 pytest.skip("one rank only")
 
-        @pytest.mark.sizes(2, 3)
+        @pytest.mark.ranks(2, 3)
         def test_that_is_long(comm):
             assert comm.size == 2
 
-        @pytest.mark.sizes(3, 4)
+        @pytest.mark.ranks(3, 4)
         def test_of_sizes_that_are_not_asked_for(comm):
             assert comm.size in (3, 4)
         """,
@@ -284,11 +284,11 @@ def test_no_test_runs_at_sizes_of_others(suite, start):
         """
         import pytest
 
-        @pytest.mark.sizes(1)
+        @pytest.mark.ranks(1)
         def test_of_one_rank(comm):
             assert comm.size == 1
 
-        @pytest.mark.sizes(1, 2)
+        @pytest.mark.ranks(1, 2)
         def test_of_two_ranks_or_one(comm):
             assert comm.size == 2
         """,
@@ -306,7 +306,7 @@ def test_file_that_waits_runs_beside_another(suite):
             f"tests/jobs/{name}.py",
             """
             from pathlib import Path
-            from patience import wait_until
+            from pce_mpi.jobs.patience import wait_until
 
             def test_it():
                 Path(__file__).with_suffix(".here").touch()

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from jobs.launch import ROOT
-from patience import slowdown
+from pce_mpi.jobs.patience import slowdown
 
 NOBODY = 65534
 MADE_FROM = ["Makefile", "setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "pce_mpi"]

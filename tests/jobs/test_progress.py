@@ -12,9 +12,9 @@ import textwrap
 import pytest
 
 from jobs.launch import ROOT
-from patience import slowdown
 from pce_mpi.cli import output
 from pce_mpi.cli.output import Bar
+from pce_mpi.jobs.patience import slowdown
 
 
 class Clock:

@@ -10,7 +10,7 @@ import pytest
 
 from jobs.launch import ROOT, job_environment
 from jobs.one_node_slurm import missing, one_node_slurm
-from patience import slowdown
+from pce_mpi.jobs.patience import slowdown
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

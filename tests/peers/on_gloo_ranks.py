@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import distributed
 
-from patience import slowdown, wait_until
 import pce_mpi as pce
+from pce_mpi.jobs.patience import slowdown, wait_until
 from pce_mpi.loss import passes
 
 ROWS, CLASSES = 6, 13

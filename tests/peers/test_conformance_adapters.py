@@ -362,7 +362,7 @@ def test_policy_of_the_documentation_conforms(comm, started, name):
     assert failures(started(adapted("torch-shards", getattr(documented, name))), comm, pattern=FEW) == {}
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.ranks(2, 3)
 def test_head_of_the_documentation_is_diagnosed_as_shown(comm, started, monkeypatch):
     documented, _ = policy()
     monkeypatch.setitem(sys.modules, "policy", documented)
@@ -379,7 +379,7 @@ def test_head_of_the_documentation_is_diagnosed_as_shown(comm, started, monkeypa
     assert failures(candidate, comm, pattern=[*FEW[:2], "product", "chunk-borders", "accumulated-dw"]) == {}
 
 
-@pytest.mark.sizes(3)
+@pytest.mark.ranks(3)
 def test_sum_of_what_ranks_compute_alike_is_named(comm, started):
     _, bare = policy()
     once_more = bare.SumOverRanks.apply
@@ -427,7 +427,7 @@ def test_candidate_in_pytest_is_as_documented(comm, monkeypatch):
         test.candidate.stop()
 
 
-@pytest.mark.sizes(1)  # the compiler takes seconds, and knows nothing of ranks
+@pytest.mark.ranks(1)  # the compiler takes seconds, and knows nothing of ranks
 def test_compiled_function_has_a_backward_pass(comm, started):
     torch = pytest.importorskip("torch", reason="make test-peers installs torch")
 

@@ -65,7 +65,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.sizes(3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_package_gives_the_words_of_gallery(comm, row):
     try:

@@ -40,7 +40,7 @@ def vllm(z, top_k, top_p, min_p):
     return z.scatter(-1, order, ascending)
 
 
-@pytest.mark.sizes(1)  # any ranks draw these sets
+@pytest.mark.ranks(1)  # any ranks draw these sets
 @pytest.mark.parametrize("sampler", [hugging_face, vllm])
 def test_each_row_that_differs_has_reason(sampler):
     found = Counter()

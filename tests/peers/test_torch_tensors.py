@@ -155,7 +155,7 @@ def by_role():
     }
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", RIGHT)
 def test_tensor_of_another_kind_is_right_everywhere(alone, kind):
     for role, (plain, call) in by_role().items():
@@ -165,7 +165,7 @@ def test_tensor_of_another_kind_is_right_everywhere(alone, kind):
             assert as_array(found, role).tobytes() == as_array(expected, role).tobytes(), role
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_tensor_without_memory_of_its_own_is_refused(alone, kind):
     make, said = REFUSED[kind]
@@ -176,7 +176,7 @@ def test_tensor_without_memory_of_its_own_is_refused(alone, kind):
             call(make(plain))
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradient_is_never_written_elsewhere(alone, dtype):
     logits, targets = torch.ones(3, 4, dtype=dtype), torch.tensor([1, 0, 3])
@@ -191,7 +191,7 @@ def test_gradient_is_never_written_elsewhere(alone, dtype):
             pce.softmax_cross_entropy_value_and_grad(logits, targets, out=make(torch.full_like(logits, 7.0)))
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 def test_tensor_inside_transformation_of_torch_is_refused():
     seen = []
 

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import dense
 from pce_mpi.arrays import to_host
+from pce_mpi.testing import in_step
 from ranks.exact import Pair, exact_row, exact_statistics, exact_weighted
 from ranks.problems import split
 from ulps import (
@@ -32,7 +32,7 @@ from ulps import (
 
 # Two ranks merge, and `shard_of` varies where the classes are cut; any other number gives the same bits
 # (test_properties.py, tests/jobs/test_digests.py).
-pytestmark = pytest.mark.sizes(2)
+pytestmark = pytest.mark.ranks(2)
 
 CLASSES = [1, 2, 3, 10, 1000, 50_000]
 # (1 - p) / p of the target: 1 - p goes from 0.99 to e^-30

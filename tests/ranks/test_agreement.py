@@ -434,7 +434,7 @@ DISAGREEMENTS = [
 
 
 # Each rank checks by itself, so that one shows it for every function; of three the one at fault is named.
-@pytest.mark.sizes(1, 3)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("case", BAD, ids=str)
 def test_wrong_call_on_one_rank_raises_everywhere(comm, case):
     last, functions = comm.size - 1, case.functions(comm)
@@ -445,7 +445,7 @@ def test_wrong_call_on_one_rank_raises_everywhere(comm, case):
 
 
 @several
-@pytest.mark.sizes(3)  # two ranks against one
+@pytest.mark.ranks(3)  # two ranks against one
 @pytest.mark.parametrize("case", DISAGREEMENTS, ids=str)
 def test_disagreement_says_which_rank_passed_what(comm, case):
     last = comm.size - 1
@@ -560,7 +560,7 @@ GATHERED = (
 )
 
 
-@pytest.mark.sizes(1, 3)  # one rank has nothing to compare with
+@pytest.mark.ranks(1, 3)  # one rank has nothing to compare with
 @by_name("function", FUNCTIONS)
 @pytest.mark.parametrize("name", GATHERED)
 def test_gathered_logits_raise_without_num_classes(comm, function, name):
@@ -926,7 +926,7 @@ BAD_BACKWARD = [
 ]
 
 
-@pytest.mark.sizes(1, 2)  # nobody else hears of it
+@pytest.mark.ranks(1, 2)  # nobody else hears of it
 @pytest.mark.parametrize("case", BAD_BACKWARD, ids=str)
 def test_wrong_backward_raises_and_keeps_residuals_usable(comm, case):
     residuals = residuals_of(comm, reduction="none")

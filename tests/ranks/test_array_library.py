@@ -8,17 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Shard, kernels
 from pce_mpi.arrays import to_host
 from pce_mpi.comm import collectives
 from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.testing import in_step
 from ranks.placed import error_of
 from ranks.problems import NARROW, SPLITS, WIDE, Results, draw, evaluate as on_host, part_of, same_on_every_rank
 
 # One rank reads its logits once, several read them twice and merge.
-pytestmark = pytest.mark.sizes(1, 2)
+pytestmark = pytest.mark.ranks(1, 2)
 
 TARGETS = ["index", "probabilities"]
 FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -99,7 +99,7 @@ def test_cupy_arrays_give_cupy_arrays_with_right_numbers(comm, cupy, targets, op
             assert_numbers_of_host(comm, cupy, problem)
 
 
-@pytest.mark.sizes(2)  # the states are merged as well
+@pytest.mark.ranks(2)  # the states are merged as well
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("targets", TARGETS)
 def test_any_dtype_of_logits_and_of_arithmetic(comm, cupy, dtype, targets):
@@ -109,7 +109,7 @@ def test_any_dtype_of_logits_and_of_arithmetic(comm, cupy, dtype, targets):
             assert_numbers_of_host(comm, cupy, problem, compute_dtype=requested)
 
 
-@pytest.mark.sizes(2)  # one rank has all classes
+@pytest.mark.ranks(2)  # one rank has all classes
 @pytest.mark.parametrize("how", SPLITS)
 def test_shards_on_gpu_may_be_uneven_and_empty(comm, cupy, how):
     for targets in TARGETS:
@@ -134,7 +134,7 @@ def misaligned(array, cupy):
     return flat.reshape(array.shape)
 
 
-@pytest.mark.sizes(1)  # a rank reads its own
+@pytest.mark.ranks(1)  # a rank reads its own
 @pytest.mark.parametrize("order", [fortran, strided, misaligned], ids=lambda order: order.__name__)
 @pytest.mark.parametrize(("shape", "axis"), [((5, NARROW), -1), ((WIDE, 3), 0), ((2, NARROW, 3), 1), ((NARROW,), 0)])
 def test_logits_on_gpu_may_have_any_strides(comm, cupy, order, shape, axis):

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
+from pce_mpi.testing import in_step
 from ranks.grids import MEMORY_ORDERS, backwards, fortran, strided
 from ranks.problems import (
     NARROW,
@@ -23,7 +23,7 @@ from ranks.problems import (
 )
 
 # A rank reads and writes its own arrays: alone it reads its logits once, else twice.
-pytestmark = pytest.mark.sizes(1, 2)
+pytestmark = pytest.mark.ranks(1, 2)
 
 TARGETS = ["index", "probabilities"]
 SHAPES = [((7, NARROW), -1), ((WIDE, 7), 0), ((3, WIDE, 4), 1), ((4, WIDE), -1), ((NARROW,), 0)]

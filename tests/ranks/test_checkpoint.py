@@ -220,7 +220,7 @@ def prepared(comm, make, *arguments):
     return comm.bcast(make(*arguments) if comm.rank == 0 else None)
 
 
-@pytest.mark.sizes(2)  # rank 0 alone looks at the path
+@pytest.mark.ranks(2)  # rank 0 alone looks at the path
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -245,7 +245,7 @@ def test_saving_replaces_regular_files_only(comm, folder, make, words):
         assert words in text
 
 
-@pytest.mark.sizes(2)  # rank 0 alone looks at the path
+@pytest.mark.ranks(2)  # rank 0 alone looks at the path
 def test_links_are_followed_and_stay_links(comm, folder):
     def make():
         for name in ("here", "there"):
@@ -263,7 +263,7 @@ def test_links_are_followed_and_stay_links(comm, folder):
     assert (folder / "here" / "second").is_symlink()
 
 
-@pytest.mark.sizes(2)  # rank 0 alone looks at the path
+@pytest.mark.ranks(2)  # rank 0 alone looks at the path
 def test_links_in_circle_or_to_nowhere_are_errors(comm, folder):
     def make():
         (folder / "a").symlink_to("b")
@@ -279,7 +279,7 @@ def test_links_in_circle_or_to_nowhere_are_errors(comm, folder):
     assert f"'{folder / 'c'}', a link to '{os.path.realpath(folder / 'missing' / 'f')}'" in nowhere
 
 
-@pytest.mark.sizes(2)  # rank 0 writes
+@pytest.mark.ranks(2)  # rank 0 writes
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444], ids=oct)
 def test_saving_over_file_keeps_its_mode(comm, folder, mode):
     saved(comm, folder / "f", 1)
@@ -290,7 +290,7 @@ def test_saving_over_file_keeps_its_mode(comm, folder, mode):
     assert found == mode
 
 
-@pytest.mark.sizes(2)  # rank 0 writes
+@pytest.mark.ranks(2)  # rank 0 writes
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002], ids=oct)
 def test_new_file_has_mode_umask_leaves(comm, folder, mask):
     before = os.umask(mask)
@@ -324,7 +324,7 @@ def test_saving_over_file_keeps_its_owner(comm, old_file):
     assert owner == (1234, 2345)
 
 
-@pytest.mark.sizes(2)  # rank 0 alone looks at the path
+@pytest.mark.ranks(2)  # rank 0 alone looks at the path
 def test_file_is_flushed_before_its_rename(comm, folder, monkeypatch):
     events = []
     fsync, replace = os.fsync, os.replace
@@ -339,7 +339,7 @@ def test_file_is_flushed_before_its_rename(comm, folder, monkeypatch):
     assert events == ([] if comm.rank else ["file", "rename", "folder"])
 
 
-@pytest.mark.sizes(2)  # rank 0 alone looks at the path
+@pytest.mark.ranks(2)  # rank 0 alone looks at the path
 @pytest.mark.parametrize("name", ["n" * 255, "ü" * 127], ids=["ascii", "of two bytes each"])
 def test_longest_name_can_be_saved(comm, folder, name):
     saved(comm, folder / name)
@@ -434,7 +434,7 @@ def large(mesh):
     return {name: pce.distribute(np.zeros((256, 256)), mesh, data=Shard(0)) for name in "abc"}
 
 
-@pytest.mark.sizes(2)  # rank 0 alone looks at the path
+@pytest.mark.ranks(2)  # rank 0 alone looks at the path
 def test_paths_that_cannot_be_saved_to_raise(comm, old_file):
     arrays, slash = large(mesh_of(comm, comm.size)), ": a path that ends in '/' is that of a folder"
     paths = {
@@ -453,7 +453,7 @@ def test_paths_that_cannot_be_saved_to_raise(comm, old_file):
     assert trace.count() == 0
 
 
-@pytest.mark.sizes(2)  # rank 0 alone looks at the path
+@pytest.mark.ranks(2)  # rank 0 alone looks at the path
 def test_full_disk_is_found_before_sending(comm, old_file):
     # A limit on the length of files is what a test can have of a full disk.
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -513,7 +513,7 @@ def test_error_while_saving_leaves_old_file_alone(comm, old_file, monkeypatch, s
     assert len(calls) == (0 if comm.rank else 2 if stage == "write" else 1)
 
 
-@pytest.mark.sizes(2)  # rank 0 alone looks at the path
+@pytest.mark.ranks(2)  # rank 0 alone looks at the path
 def test_interrupt_in_middle_leaves_no_temporary_file(comm, old_file, monkeypatch):
     monkeypatch.setattr(checkpoint.TensorWriter, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     alone = mesh_of(MPI.COMM_SELF, 1)
@@ -524,7 +524,7 @@ def test_interrupt_in_middle_leaves_no_temporary_file(comm, old_file, monkeypatc
     assert_old_file_is_left(comm, old_file)
 
 
-@pytest.mark.sizes(2)  # a rank refuses it by itself
+@pytest.mark.ranks(2)  # a rank refuses it by itself
 def test_saving_anything_else_is_an_error(comm, old_file):
     mesh, other = mesh_of(comm, comm.size), mesh_of(comm, comm.size, 1)
     w = pce.distribute(values((2, 2)), mesh)
@@ -767,14 +767,14 @@ NO_FILES = {
 }
 
 
-@pytest.mark.sizes(1)  # each rank reads all of it
+@pytest.mark.ranks(1)  # each rank reads all of it
 @pytest.mark.parametrize(("content", "words"), NO_FILES.values(), ids=NO_FILES)
 def test_content_of_any_other_file_is_error(comm, line, folder, content, words):
     prepared(comm, (folder / "f").write_bytes, content)
     assert words in refused(comm, ValueError, pce.load, folder / "f", line)
 
 
-@pytest.mark.sizes(1)  # each rank reads them all
+@pytest.mark.ranks(1)  # each rank reads them all
 def test_placements_of_many_arrays_take_linear_time(folder, line):
     names = [f"array {number}" for number in range(10_000)]
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
@@ -792,7 +792,7 @@ def test_placements_of_many_arrays_take_linear_time(folder, line):
     assert min(seconds[1::2]) < 3 * min(seconds[::2])
 
 
-@pytest.mark.sizes(2)  # as above
+@pytest.mark.ranks(2)  # as above
 def test_placements_that_do_not_fit_file_are_errors(comm, line, folder):
     pce.save(folder / "f", {"w": pce.distribute(values((2, 2)), line), "step": pce.distribute(3, line)})
     shard, other = {"data": Shard(0)}, mesh_of(comm, comm.size, 1)

@@ -127,7 +127,7 @@ UNEVEN: dict[Any, Callable[[int, int], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sizes(1, 3)  # every dtype goes the same way
+@pytest.mark.ranks(1, 3)  # every dtype goes the same way
 @pytest.mark.parametrize("name", COLLECTIVES)
 @by_name("dtype", EVERYTHING)
 def test_collective_takes_every_dtype_and_shape(comm, dtype, name):
@@ -159,7 +159,7 @@ def test_ranks_may_have_different_memory_orders(comm, collective):
         assert not any(np.shares_memory(array, mine) for array in got for mine, _ in given)
 
 
-@pytest.mark.sizes(1, 2)  # as those of the host
+@pytest.mark.ranks(1, 2)  # as those of the host
 @pytest.mark.parametrize("collective", [*MOVES.values(), REDUCTIONS["reduced by max"], REDUCTIONS["scattered by max"]])
 @by_name("dtype", EVERYTHING)
 def test_cupy_arrays_come_back_as_cupy_arrays(comm, cupy, dtype, collective):
@@ -401,7 +401,7 @@ def test_duplicate_of_communicator_gets_duplicate_of_its_own(comm):
     assert still[0] == comm.size
 
 
-@pytest.mark.sizes(2)  # a rank counts its own communicators
+@pytest.mark.ranks(2)  # a rank counts its own communicators
 def test_duplicate_is_freed_with_its_communicator(comm):
     # MPI implementations have some 2,000 communicators to give at a time.
     wrong = []

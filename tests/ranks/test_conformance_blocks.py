@@ -55,7 +55,7 @@ NUMBERS = {
 KINDS = {"loss": lambda loss: loss, "log_prob": textbook.LogProb, "linear": textbook.Head, "entropy": textbook.Entropy}
 
 
-@pytest.mark.sizes(3)  # the number of rows is no multiple of some shards, and no power of the ranks
+@pytest.mark.ranks(3)  # the number of rows is no multiple of some shards, and no power of the ranks
 @pytest.mark.parametrize(
     ("fault", "kind"),
     # An entropy has no targets, and its gradient is not that of the loss.
@@ -100,7 +100,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.sizes(3)  # the number of ranks is not that of micro-batches in all cases
+@pytest.mark.ranks(3)  # the number of ranks is not that of micro-batches in all cases
 @pytest.mark.parametrize("which", OTHERS)
 def test_fault_of_other_kind_is_one_block(comm, which):
     candidate, words, *pattern = OTHERS[which]

@@ -255,7 +255,7 @@ def case_named(name, candidate):
 
 # Three ranks show all but what one rank has too few classes for.
 @pytest.mark.parametrize(
-    "planted", [pytest.param(each, marks=pytest.mark.sizes(min(3, each.most))) for each in PLANTED], ids=str
+    "planted", [pytest.param(each, marks=pytest.mark.ranks(min(3, each.most))) for each in PLANTED], ids=str
 )
 def test_planted_fault_is_caught_and_named(comm, planted):
     if not planted.ranks <= comm.size <= planted.most:
@@ -270,7 +270,7 @@ def test_planted_fault_is_caught_and_named(comm, planted):
     assert without_fault.verdict == Verdict.PASS, without_fault.findings
 
 
-@pytest.mark.sizes(3)  # shards of equal length, as everybody's test has them
+@pytest.mark.ranks(3)  # shards of equal length, as everybody's test has them
 @pytest.mark.parametrize("planted", SUBTLE, ids=str)
 def test_subtle_fault_passes_random_logits(comm, planted):
     candidate = wrong(planted.fault)
@@ -278,7 +278,7 @@ def test_subtle_fault_passes_random_logits(comm, planted):
     assert outcome.verdict == Verdict.PASS, outcome.findings
 
 
-@pytest.mark.sizes(2)  # rank 0 judges the results of all
+@pytest.mark.ranks(2)  # rank 0 judges the results of all
 @pytest.mark.parametrize(
     ("result", "words"),
     [
@@ -305,7 +305,7 @@ def test_result_of_no_numbers_is_a_finding(comm, result, words):
     assert words in both[1].text and words in alone[0].text
 
 
-@pytest.mark.sizes(2, 3)  # on one rank there is nothing to compare with
+@pytest.mark.ranks(2, 3)  # on one rank there is nothing to compare with
 def test_other_bits_fail_only_if_declared(comm):
     candidate = load("candidates.correct.three_all_reduces:candidate")
     declared = replace(offer_of(candidate), same_bits=True)
@@ -324,7 +324,7 @@ WITHIN_A_RANK = {f"candidates.correct.sums:{name}" for name in ("sequential", "k
 # One rank and an odd number of them show it. All rows are on every rank: one rank shows what very many of them do.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.sizes(*([1] if name in WITHIN_A_RANK else [1, 3]))) for name in CORRECT],
+    [pytest.param(name, marks=pytest.mark.ranks(*([1] if name in WITHIN_A_RANK else [1, 3]))) for name in CORRECT],
 )
 def test_correct_candidate_passes(comm, name):
     candidate = load(name)

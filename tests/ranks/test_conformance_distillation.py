@@ -46,7 +46,7 @@ def failures(candidate, comm, pattern=None, **how):
     return [(outcome.case, outcome.findings) for outcome in outcomes if outcome.verdict != Verdict.PASS]
 
 
-@pytest.mark.sizes(1, 3)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("direction, squared", [("forward", True), ("reverse", False), ("jensen-shannon", False)])
 def test_our_divergences_pass_a_strict_judge(comm, direction, squared):
     families = [
@@ -62,13 +62,13 @@ def test_our_divergences_pass_a_strict_judge(comm, direction, squared):
     assert failures(ours(direction, squared), comm, families, tolerance=Tolerance(strict=True)) == []
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("candidate", [Forward(), TopK()], ids=lambda each: type(each).__name__)
 def test_divergences_written_by_hand_conform(comm, candidate):
     assert failures(candidate, comm) == []
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [{}, {"classes": 1000}], ids=str)
 def test_float32_has_digits_of_close_divergences(comm, seed, size):
@@ -117,7 +117,7 @@ SHIPPED = [
 ]
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_shipped_divergence_is_named_first(comm, shipped):
     assert_named_first(shipped, comm)

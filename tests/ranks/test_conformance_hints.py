@@ -108,7 +108,7 @@ def failures(candidate, comm):
     return [outcome for outcome in outcomes if outcome.failed]
 
 
-@pytest.mark.sizes(3)  # the words do not depend on the ranks
+@pytest.mark.ranks(3)  # the words do not depend on the ranks
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: candidate.__name__)
 def test_declaration_that_report_asks_for_is_right(comm, candidate):
     if candidate is of_any_width and comm.size == 1:
@@ -121,7 +121,7 @@ def test_declaration_that_report_asks_for_is_right(comm, candidate):
     assert failures(declared, comm) == []
 
 
-@pytest.mark.sizes(3)  # the words do not depend on the ranks
+@pytest.mark.ranks(3)  # the words do not depend on the ranks
 @pytest.mark.parametrize("gradient", ["value", "backward", "none"])
 def test_two_quantities_in_tuple_need_two_candidates(comm, gradient):
     @offers(gradient=gradient, reductions=("none",))

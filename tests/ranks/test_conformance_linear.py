@@ -52,20 +52,20 @@ FAMILIES = ["random-logits", "ignored", "zero-rows", "dims", "*-shard*", "gather
 FAMILIES += ["chunk-borders", "accumulated-dw"]
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("candidate", [our_loss, our_log_prob, our_entropy], ids=["loss", "log_prob", "entropy"])
 def test_our_linear_functions_conform(comm, candidate):
     patterns = FAMILIES if candidate is not our_entropy else [each for each in FAMILIES if each != "ignored"]
     assert failures(candidate, comm, [*patterns, "bias", "softcap", "padded-softcap", "upstream"]) == []
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("head", [Head, Rows, Wide, Entropy])
 def test_heads_written_by_hand_pass_every_case(comm, head):
     assert failures(head(), comm) == []
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("head", [Head, Rows, Wide])
 def test_heads_written_by_hand_conform(comm, head):
     assert failures(head(), comm, [*FAMILIES, "bias", "temperature", "softcap", "padded-softcap"]) == []
@@ -89,13 +89,13 @@ SHIPPED = [
 ]
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_shipped_head_is_named_first(comm, shipped):
     assert_named_first(shipped, comm)
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 def test_errors_stand_beside_those_of_plain_products(comm):
     errors = {}
     for head in (Head, Wide):
@@ -106,7 +106,7 @@ def test_errors_stand_beside_those_of_plain_products(comm):
         assert errors[Wide][name].plain == errors[Head][name].plain > 0.5
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     "returned, said",
     [

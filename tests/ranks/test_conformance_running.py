@@ -16,7 +16,7 @@ from pce_mpi.conformance.candidates.catalogue import catalogue, shapes
 from pce_mpi.conformance.problems.cases import OPTIONS, REDUCTIONS
 
 # One rank alone, and shards of several lengths.
-pytestmark = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 STRICT = Tolerance(strict=True)
 
@@ -237,7 +237,7 @@ def test_unknown_keyword_is_no_refusal_of_a_target(comm):
     assert "unexpected keyword argument 'ignore_index'" in outcome.findings[0].text
 
 
-@pytest.mark.sizes(1)  # a rank looks at its own
+@pytest.mark.ranks(1)  # a rank looks at its own
 @pytest.mark.parametrize(
     ("offer", "returned", "text"),
     [

@@ -190,7 +190,7 @@ def test_every_wrong_step_has_a_test():
     assert {each for each in below(StepByHand) if each.__module__ == wrong.__name__} == {each.fault for each in PLANTED}
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_planted_normalisation_is_named_with_effect(comm, planted):
     candidate = planted.fault()
@@ -201,7 +201,7 @@ def test_planted_normalisation_is_named_with_effect(comm, planted):
     assert run_case(by_hand, case_named(planted.case, by_hand), comm).verdict == Verdict.PASS
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("candidate", [by_hand, *correct.CORRECT, correct.ours], ids=lambda each: type(each).__name__)
 def test_right_step_passes_whatever_trainer_averages(comm, candidate):
     outcomes = [run_case(candidate, case, comm) for case in cases(offer_of(candidate))]
@@ -209,7 +209,7 @@ def test_right_step_passes_whatever_trainer_averages(comm, candidate):
     assert [(outcome.case, outcome.findings) for outcome in outcomes if outcome.verdict != Verdict.PASS] == []
 
 
-@pytest.mark.sizes(2)  # the roundings of a dtype do not depend on the ranks
+@pytest.mark.ranks(2)  # the roundings of a dtype do not depend on the ranks
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 def test_step_in_other_dtype_is_named_or_passes(comm, dtype):
     for candidate, words in (
@@ -226,7 +226,7 @@ def test_step_in_other_dtype_is_named_or_passes(comm, dtype):
             assert words in outcomes["step/data-ranks"].findings[0].text
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 def test_step_is_judged_in_one_process_without_mpi():
     @offers(kind="step")
     def candidate(logits, targets, *, comm, context_ranks, micro_batches):
@@ -237,7 +237,7 @@ def test_step_is_judged_in_one_process_without_mpi():
     assert run_case(candidate, case_named("data-ranks", candidate), None).verdict == Verdict.PASS
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("which", [0, 1], ids=["loss", "gradient"])
 @pytest.mark.parametrize("dtype", [np.complex128, np.int64])
 def test_step_of_other_numbers_fails(which, dtype):
@@ -252,7 +252,7 @@ def test_step_of_other_numbers_fails(which, dtype):
     assert f"the {name} has dtype {np.dtype(dtype)}, which is no floating-point one" in outcome.findings[0].text
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("which", [1, 2], ids=["dhidden", "dw"])
 def test_complex_gradients_of_factors_fail(which):
     @offers(kind="linear_entropy")

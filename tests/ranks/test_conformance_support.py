@@ -32,7 +32,7 @@ def ours(kind):
     return statistic
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     "candidate, strict",
     [(ours("log_prob"), True), (ours("entropy"), True), (LogProbOverSupport(), False), (EntropyOverSupport(), False)],
@@ -47,7 +47,7 @@ def test_right_statistics_of_a_support_conform(comm, candidate, strict):
     assert [(each.case, each.findings) for each in outcomes if each.verdict != Verdict.PASS] == []
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3)
 def test_several_targets_are_judged_one_by_one(comm):
     right = ours("log_prob")
     for case in cases(right, pattern="several-targets"):
@@ -63,7 +63,7 @@ def test_several_targets_are_judged_one_by_one(comm):
     assert [finding.text[:13] for finding in outcome.findings] == ["target 1 of 3", "target 2 of 3", "target 3 of 3"]
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     "candidate, words, least_ranks",
     [

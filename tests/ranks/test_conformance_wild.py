@@ -180,7 +180,7 @@ def run(candidate, name, comm):
     return run_case(candidate, case, comm)
 
 
-@pytest.mark.sizes(1, 3)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_shipped_fault_is_named_first(comm, shipped):
     if comm.size != shipped.ranks:
@@ -190,7 +190,7 @@ def test_shipped_fault_is_named_first(comm, shipped):
     assert shipped.words in outcome.findings[0].text, outcome.findings
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(
     "candidate",
     [megatron.MegatronSmoothing, transformer_engine.TransformerEngineSmoothing, nanotron.NanotronZLoss],
@@ -208,7 +208,7 @@ def test_fault_of_option_passes_without_it(comm, candidate):
     assert [outcome.findings for outcome in outcomes if outcome.failed] == []
 
 
-@pytest.mark.sizes(3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     ("candidate", "pattern"),
     [
@@ -224,7 +224,7 @@ def test_common_ground_of_projects_conforms(comm, candidate, pattern):
     assert chosen and failed == []
 
 
-@pytest.mark.sizes(3)  # on one rank the two conventions are one
+@pytest.mark.ranks(3)  # on one rank the two conventions are one
 def test_declared_smoothing_keeps_the_name_of_its_fault(comm):
     candidate = megatron.MegatronSmoothing()
     declared = replace(candidate.offer, smoothing="others")

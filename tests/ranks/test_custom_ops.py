@@ -363,7 +363,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sizes(3)  # shards of several lengths
+@pytest.mark.ranks(3)  # shards of several lengths
 @pytest.mark.parametrize("placed", LIES, ids=str)
 def test_any_function_of_numpy_is_never_wrong(line, placed):
     whole = numbers(4, 4)
@@ -499,7 +499,7 @@ def test_errors_of_numpy_are_raised_on_every_rank(line):
     whole_of(x + 1.0)
 
 
-@pytest.mark.sizes(1)  # the memory of one rank
+@pytest.mark.ranks(1)  # the memory of one rank
 def test_operands_of_function_are_not_kept(line):
     x = at(line, numbers(4), Shard(0))
     points = np.linspace(0.0, 9.0, 1000)

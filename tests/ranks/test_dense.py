@@ -164,7 +164,7 @@ def finite_differences(function, x):
     return gradient
 
 
-@pytest.mark.sizes(2)  # ranks share the work
+@pytest.mark.ranks(2)  # ranks share the work
 @pytest.mark.parametrize("targets", [np.array([1, 0, -100, 4, 2]), "probabilities"], ids=["index", "probabilities"])
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("weight", [None, np.array([0.5, 2.0, 1.0, 0.0, 3.0])], ids=["", "weight"])

@@ -105,7 +105,7 @@ def test_distributed_sum_is_kept_by_one_rank(mesh):
         same(distribute(whole, mesh, data=Partial(operator)).local, whole)
 
 
-@pytest.mark.sizes(3)  # shards of several lengths
+@pytest.mark.ranks(3)  # shards of several lengths
 @pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
 def test_every_way_to_array_keeps_every_dtype(comm, mesh, dtype):
     whole, source, splits = numbers((7, 5), dtype), comm.size - 1, ragged(7, comm.size, 2)
@@ -287,7 +287,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.sizes(1, 3)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize(("value", "placements", "kind", "text"), WRONG)
 def test_wrong_array_or_placement_raises(comm, mesh, impatient, value, placements, kind, text):
     with pce.trace() as trace, pytest.raises(kind, match=re.escape(text)):
@@ -689,7 +689,7 @@ def test_replicas_on_device_are_compared(comm, mesh, cupy):
     assert error[0] == ("ValueError" if comm.size > 1 else "")
 
 
-@pytest.mark.sizes(3)  # two replicas against one
+@pytest.mark.ranks(3)  # two replicas against one
 @pytest.mark.parametrize("dtype", EVERYTHING, ids=lambda dtype: dtype.__name__)
 def test_replicas_of_any_dtype_and_order_are_compared(comm, mesh, dtype):
     whole = numbers((4, 3), dtype) if dtype is not np.bool_ else np.zeros((4, 3), bool)

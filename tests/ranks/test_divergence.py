@@ -80,7 +80,7 @@ CORNERS = {
 }
 
 
-@pytest.mark.sizes(1)  # the bits are those of any number of ranks
+@pytest.mark.ranks(1)  # the bits are those of any number of ranks
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", CORNERS)
 @by_direction
@@ -107,7 +107,7 @@ def test_divergence_and_gradients_have_all_digits(direction, name, dtype):
             assert worst(got[0], expected.near, dtype, size, expected.rest) <= tolerance
 
 
-@pytest.mark.sizes(1, 3)
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @by_direction
 def test_offset_of_any_size_changes_no_number(comm, direction, dtype):
@@ -126,7 +126,7 @@ def test_offset_of_any_size_changes_no_number(comm, direction, dtype):
                 np.testing.assert_allclose(got.astype(np.float64), wanted, rtol=WIDE_DIVERGENCE * eps, atol=eps)
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 @by_direction
 def test_huge_logits_stand_beside_ordinary_ones(direction, dtype):
@@ -239,7 +239,7 @@ def pairs_and_results(kind, dtype):
     return found
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loops_of_divergences_have_bits_of_definition(kernel, kind, dtype):
@@ -288,7 +288,7 @@ def test_wrong_divergence_raises_on_every_rank(comm, change, error, text):
     assert pce.kl_divergence(**right) > 0
 
 
-@pytest.mark.sizes(1, 2)
+@pytest.mark.ranks(1, 2)
 @by_direction
 def test_cupy_arrays_give_same_divergence(comm, cupy, direction):
     for dtype, options in itertools.product((np.float32, ml_dtypes.bfloat16, np.float64), OPTIONS.values()):

@@ -82,7 +82,7 @@ def test_numbers_are_those_of_definition():
         assert uniform == u / 2**53
 
 
-@pytest.mark.sizes(3, 4)  # shards of several lengths, and two dims
+@pytest.mark.ranks(3, 4)  # shards of several lengths, and two dims
 @each_draw
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 def test_draws_have_same_bits_at_any_placement(comm, draw, dtype):

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from patience import slowdown
 import pce_mpi
 from pce_mpi import Partial, Replicate
+from pce_mpi.jobs.patience import slowdown
 
 pce: Any = pce_mpi  # wrong arguments are the subject of these tests
 STEPS = 6
@@ -86,7 +86,7 @@ class Program:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("grid", [False, True], ids=["line", "grid"])
 @pytest.mark.parametrize("attempts", [False, True], ids=["steps", "attempts"])
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4)
 def test_no_rank_takes_numbers_of_another_step(comm, attempts, grid, seed, several, monkeypatch):
     monkeypatch.setenv("PCE_MPI_TIMEOUT", f"{(20 if attempts else 2) * slowdown()}")  # steps may go apart
     if grid and comm.size % 2:
@@ -107,7 +107,7 @@ def test_no_rank_takes_numbers_of_another_step(comm, attempts, grid, seed, sever
     alone.Free()
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4)
 def test_own_error_of_the_program_ends_the_attempt(comm, several, impatient):
     mesh = pce.Mesh(comm, data=comm.size)
     for step in range(3):

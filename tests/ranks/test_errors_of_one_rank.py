@@ -8,9 +8,9 @@ from mpi4py import MPI
 import numpy as np
 import pytest
 
-from patience import slowdown
 import pce_mpi
 from pce_mpi import Partial, Replicate, Shard
+from pce_mpi.jobs.patience import slowdown
 from ranks.grids import mesh_of
 
 # How long the others may wait for a rank that has raised, in seconds of an idle machine.
@@ -179,7 +179,7 @@ def met(at: At, found: Any) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("grid", [False, True], ids=["line", "grid"])
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4)
 def test_wrong_argument_of_one_rank_raises_everywhere(comm, name, grid, several, impatient):
     if grid and comm.size % 2:
         pytest.skip("a grid of 2 x n ranks: run this on 2 or 4")

@@ -44,7 +44,7 @@ def placements_of(mesh, ndim):
         yield dict.fromkeys(mesh.dims, Shard(axis))
 
 
-@pytest.mark.sizes(3, 4)  # shards of several lengths, and two dims
+@pytest.mark.ranks(3, 4)  # shards of several lengths, and two dims
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fingerprint_is_that_of_definition_anywhere(comm, shape, dtype):
@@ -108,7 +108,7 @@ def test_elements_are_hashed_in_parts(comm, monkeypatch):
     assert pce.fingerprint(x) == by_definition({"0": whole})
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4)
 def test_replicas_that_differ_are_named(comm):
     mesh = mesh_of(comm, comm.size)
     x = pce.distribute(np.arange(4.0), mesh, data=Replicate())

@@ -43,7 +43,7 @@ def results_of(comm, state, state_backward):
     return bits([*plain, from_losses, from_statistics])
 
 
-@pytest.mark.sizes(1, 2)  # one rank alone, and one that differs from another
+@pytest.mark.ranks(1, 2)  # one rank alone, and one that differs from another
 @pytest.mark.parametrize("state", STATES)
 def test_plain_arrays_have_same_bits_in_any_state(comm, state):
     def other():
@@ -67,7 +67,7 @@ def tape_of(mesh, logits, targets, state):
     return bits([*(each.full() for each in found), x.grad.full()])
 
 
-@pytest.mark.sizes(1, 2)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("state", STATES)
 def test_tape_has_same_bits_in_any_state(comm, state):
     rng = np.random.default_rng(6)

@@ -196,7 +196,7 @@ def exact_gelu(x):
     return x * share, share * (1 + x * a * (1 + 3 * k * x * x) * (1 - share)), share
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("loops", ["compiled", "NumPy"])

@@ -287,7 +287,7 @@ def test_gelu_has_its_limits_far_from_0(dtype):
 # ------------------------------------------------------------------------------------------------ rounded from float64
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @each_half
 def test_float64_is_rounded_once(dtype):
     halves = np.unique(wide(every(dtype)))
@@ -299,14 +299,14 @@ def test_float64_is_rounded_once(dtype):
     assert is_same(pce.take_classes_backward(x[:, None], residuals)[:, 0] + 0, expected + 0)
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @each_half
 def test_variance_of_float64_is_rounded_once(dtype):
     x = np.random.default_rng(0).integers(-100, 100, (50_000, 4)) / 64  # whose variances float64 has
     assert is_same(pce.distribute(x.astype(dtype), alone()).var(1).local, rounded(x.var(1), dtype))
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @each_half
 def test_norms_of_halves_are_float32_before(dtype):
     x = drawn(dtype, 400, 500)
@@ -317,7 +317,7 @@ def test_norms_of_halves_are_float32_before(dtype):
         assert (y != rounded(exact, dtype)).mean() < 1e-4  # one of 16,000 of float16
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @each_half
 def test_gradients_in_float64_are_rounded_once(dtype):
     x, y = drawn(dtype, 300, 1000), drawn(dtype, 300, 1000, seed=1)

@@ -142,7 +142,7 @@ PROGRAMS = (
 )
 
 
-@pytest.mark.sizes(3, 4)  # shards of several lengths, and two dims
+@pytest.mark.ranks(3, 4)  # shards of several lengths, and two dims
 @pytest.mark.parametrize("exact", [False, True], ids=["plain", "reproducible"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_mesh_without_ranks_traces_what_ranks_send(comm, program: Callable[[Made], None], exact: bool):

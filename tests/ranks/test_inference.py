@@ -175,13 +175,13 @@ def test_inference_knows_dtype_after_astype():
     assert found.result == {"data": Shard(1)}
 
 
-@pytest.mark.sizes(3)
+@pytest.mark.ranks(3)
 def test_operation_on_line_does_what_was_inferred(comm, needed):
     wrong = differences(comm, mesh_of(comm, comm.size), on_a_line, 4, needed)
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.sizes(4)
+@pytest.mark.ranks(4)
 def test_operation_on_grid_does_what_was_inferred(comm, needed):
     wrong = differences(comm, mesh_of(comm, *squarest(comm.size)), on_a_grid, 2, needed)
     assert not wrong, "\n".join(wrong)
@@ -242,7 +242,7 @@ def test_large_meshes_and_arrays_cost_nothing():
     assert found.bytes == 0
 
 
-@pytest.mark.sizes(2)  # one rank asks and the other does not
+@pytest.mark.ranks(2)  # one rank asks and the other does not
 def test_inference_communicates_nothing(comm, line, monkeypatch):
     waited = []
     monkeypatch.setattr(Channel, "wait", lambda *arguments, **options: waited.append(arguments))

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Shard
 from pce_mpi.arrays import to_host
+from pce_mpi.testing import in_step
 from ranks.calls import AXES, CALLS, CLASSES, IGNORED, ROWS, Call, axes_of, named
 from ranks.grids import mesh_of, squarest
 from ranks.problems import SPLITS, split
@@ -88,7 +88,7 @@ def test_call_is_that_of_the_oracle(comm, call, dtype):
         assert np.all(errors(found[name], right, np.float64, 1.0) * ulp(1.0, np.float64) <= allowed), name
 
 
-@pytest.mark.sizes(1)  # the next law shows that others have the same bits
+@pytest.mark.ranks(1)  # the next law shows that others have the same bits
 @by_call
 def test_gradient_is_the_finite_difference(call):
     operands, upstream = call.operands(np.float64), call.upstream_gradients()

@@ -13,7 +13,7 @@ from pce_mpi.loss import chunks, products
 from ranks.grids import mesh_of
 
 # One rank alone, and shards of several lengths.
-pytestmark = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 ROWS, FEATURES, CLASSES = 23, 5, 41
 CALLS: dict[str, dict[str, Any]] = {
@@ -135,7 +135,7 @@ def test_wrong_call_raises_on_every_rank(comm, change, error, text):
         pce.linear_cross_entropy_value_and_grad(**given)
 
 
-@pytest.mark.sizes(3)
+@pytest.mark.ranks(3)
 def test_ranks_that_differ_raise(comm, several):
     hidden, w, targets = problem()
     first, second = comm.rank == 0, comm.rank == 1
@@ -155,7 +155,7 @@ def test_ranks_that_differ_raise(comm, several):
             pce.linear_cross_entropy_value_and_grad(**given, comm=comm)
 
 
-@pytest.mark.sizes(3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("row", [0, 4], ids=["counts", "ignored"])
 def test_hidden_that_differs_by_a_bit_raises(comm, row):
     hidden, w, targets = problem()
@@ -212,7 +212,7 @@ def test_wrong_call_on_the_tape_raises(comm, change, error, text):
             pce.linear_cross_entropy(hidden, w, **{"targets": targets} | change)
 
 
-@pytest.mark.sizes(1, 2)  # as many as GPUs are tested with
+@pytest.mark.ranks(1, 2)  # as many as GPUs are tested with
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("name", ["plain", "weights and smoothing", "bias"])
 def test_cupy_arrays_have_loss_of_their_products(comm, cupy, monkeypatch, name, dtype):

@@ -15,7 +15,7 @@ from pce_mpi.loss import chunks, products
 from ranks.grids import mesh_of, squarest
 
 # One rank alone, and shards of several lengths.
-pytestmark = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 ROWS, FEATURES, CLASSES = 23, 5, 41
 NAMES = ("log_prob", "entropy", "logsumexp")
@@ -229,7 +229,7 @@ def test_residuals_of_another_function_are_refused():
         pce.linear_class_statistics_backward(None, entropy=1.0)
 
 
-@pytest.mark.sizes(1, 2)  # as many as GPUs are tested with
+@pytest.mark.ranks(1, 2)  # as many as GPUs are tested with
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("name", ["plain", "softcap", "bias"])
 def test_cupy_arrays_have_statistics_of_their_products(comm, cupy, monkeypatch, name, dtype):
@@ -266,7 +266,7 @@ PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_statistics_on_the_tape_take_any_placement(comm, name, reproducible):
@@ -295,7 +295,7 @@ def test_statistics_on_the_tape_take_any_placement(comm, name, reproducible):
             assert (b.grad.placements[dim] == Partial("sum")) == (dim in of_hidden)
 
 
-@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda each: each.__name__)
 def test_reproducible_linear_statistics_have_bits_of_one_process(comm, dtype):
     hidden, w, targets, upstream = problem(dtype)

@@ -12,13 +12,13 @@ from mpi4py import MPI
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi.comm.tracing import Purpose
+from pce_mpi.testing import in_step
 from ranks.problems import WIDE, draw, evaluate, is_same, part_of, right_results
 
 # Two ranks and four give the same bits (test_properties.py, tests/jobs/test_digests.py).
-pytestmark = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.ranks(1, 3)
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 TARGETS = ["index", "probabilities"]
@@ -43,7 +43,7 @@ def test_loss_of_no_rows(comm, shape, axis, targets, reduction):
         assert loss.size == 0 if reduction == "none" else np.isnan(loss) if reduction == "mean" else loss == 0
 
 
-@pytest.mark.sizes(2)  # all classes are on one rank
+@pytest.mark.ranks(2)  # all classes are on one rank
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize(
     ("shape", "axis"),
@@ -62,7 +62,7 @@ def test_rows_may_be_wider_than_a_tile(comm, shape, axis, targets):
     right_results(comm, problem, "all on the last rank")
 
 
-@pytest.mark.sizes(2)  # all classes are on one rank
+@pytest.mark.ranks(2)  # all classes are on one rank
 def test_row_wider_than_tile_has_options_and_statistics(comm):
     classes = 270_001
     problem = draw(2, classes, weight=True, label_smoothing=0.1, z_loss=0.01, logit_scale=1.5, reduction="sum")

@@ -8,10 +8,10 @@ import mpmath
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Shard, dense
 from pce_mpi.arrays import to_host
+from pce_mpi.testing import in_step
 from ranks.exact import DIGITS, exact_row
 from ranks.problems import as_cosines, assert_as_dense, draw, evaluate, part_of
 from ranks.test_accuracy import Case, Worst, limits, shard_of
@@ -19,8 +19,8 @@ from ranks.test_dense import finite_differences
 from ulps import FINITE_DIFFERENCE, FLOAT64, FLOAT64_ROUNDED_TO_FLOAT32, GRADIENT, LOSS, worst
 
 # Numbers do not depend on the ranks; two merge.
-pytestmark = pytest.mark.sizes(2)
-several = pytest.mark.sizes(1, 2, 3)
+pytestmark = pytest.mark.ranks(2)
+several = pytest.mark.ranks(1, 2, 3)
 
 ARCFACE, COSFACE, SPHEREFACE = (1.0, 0.5, 0.0), (1.0, 0.0, 0.35), (4.0, 0.0, 0.0)
 MARGINS = [ARCFACE, COSFACE, SPHEREFACE, (1.35, 0.0, 0.0), (0.9, 0.4, 0.15), (-2.0, -3.0, -0.5), (900.0, -1000.0, 1.0)]

@@ -259,7 +259,7 @@ def few_communicators():
         each.Free()
 
 
-@pytest.mark.sizes(3)  # a pair, and a rank alone
+@pytest.mark.ranks(3)  # a pair, and a rank alone
 def test_dropped_meshes_give_their_communicators_back(comm, few_communicators):
     # Six communicators each time, and more than there are in all. The ranks let go of them at different times.
     held: deque[Mesh] = deque()

@@ -15,7 +15,7 @@ from ulps import MOMENTS, worst
 
 ROWS, COLUMNS = 3, 41
 EPS = 1e-5
-pytestmark = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.ranks(1, 3)
 each_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 each_mode = pytest.mark.parametrize("reproducible", [False, True], ids=["plain", "reproducible"])
 

@@ -236,7 +236,7 @@ def test_wrong_limit_of_one_rank_raises_on_all(comm, change, error, text):
     assert len(pce.nucleus(**right).offsets) == ROWS + 1
 
 
-@pytest.mark.sizes(1, 3)
+@pytest.mark.ranks(1, 3)
 def test_cupy_arrays_give_same_nucleus(comm, cupy):
     for dtype, limits in zip(itertools.cycle((np.float16, np.float32, np.float64)), LIMITS, strict=False):
         logits = logits_of(dtype)

@@ -120,7 +120,7 @@ def test_partial_meets_numbers_that_cannot_be_partial(line, operator, other):
     np.testing.assert_array_equal(x.grad.full(), np.arange(3.0))
 
 
-@pytest.mark.sizes(1)  # element by element
+@pytest.mark.ranks(1)  # element by element
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int32, np.uint16])
 @pytest.mark.parametrize("name", ["exp", "sqrt", "tanh", "square", "relu", "sigmoid", "gelu"])
 def test_functions_of_integers_are_those_of_their_values(sharded, name, dtype):

@@ -181,7 +181,7 @@ def test_where_takes_condition_as_list(row, condition):
     assert (found.dtype, found.full().tolist()) == (np.float32, [0.0, -1.0, 2.0])
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4)
 def test_index_out_of_bounds_raises_on_every_rank(comm, row):
     x = pce.distribute(np.arange(6.0), row, data=pce.Shard(0))
     found = error_of(lambda: x[np.array([0, 7 if comm.rank == 0 else 1])])

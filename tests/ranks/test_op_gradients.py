@@ -324,7 +324,7 @@ def test_cupy_remainders_are_those_of_numpy(cupy, name, dtype):
     np.testing.assert_array_equal(np.signbit(got[number]), np.signbit(expected[number]))
 
 
-@pytest.mark.sizes(2)  # the library does not depend on the size
+@pytest.mark.ranks(2)  # the library does not depend on the size
 @pytest.mark.parametrize("op", OPS)
 def test_sharded_cupy_arrays_give_numbers_of_numpy(line, cupy, op):
     for case in cases_of(op):

@@ -14,10 +14,10 @@ from mpi4py import MPI
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Partial, Shard, check_replicas
 from pce_mpi.ops.broadcasting import reduction_rule
+from pce_mpi.testing import in_step
 from ranks.grids import assembled, factorizations, mesh_of, placements_of, spread
 from ranks.op_cases import CASES, OPS, Outcome, cases_of, error_of, evaluate, one_process
 from ulps import SHARDED
@@ -153,7 +153,7 @@ def runs_of(comm, cases):
     return [run(case, mesh, each, seed=number) for case in cases for number, each in combinations_of(case, mesh)]
 
 
-@pytest.mark.sizes(3)  # shards of several lengths; two dims are another test
+@pytest.mark.ranks(3)  # shards of several lengths; two dims are another test
 @pytest.mark.parametrize("op", OPS)
 def test_op_at_any_placements_equals_one_process(comm, op):
     faults = faults_of(comm, runs_of(comm, cases_of(op)))
@@ -175,7 +175,7 @@ def shardings_over(draw, shape, dtype, dims):
     return spread(dims, shape, *placements, seed=draw(st.none() | st.tuples(st.integers(0, 9))))
 
 
-@pytest.mark.sizes(2, 4)  # a dim of one rank, and none of one
+@pytest.mark.ranks(2, 4)  # a dim of one rank, and none of one
 @given(data=st.data(), case=st.sampled_from(CASES), dtype=st.sampled_from([np.float64, np.float32]))
 @settings(max_examples=250 if MPI.COMM_WORLD.size > 3 else 80)
 def test_op_over_two_dims_equals_one_process(comm, data, case, dtype):
@@ -233,7 +233,7 @@ def logsumexp_called_a_sum(logsumexp):
     return replace(logsumexp, rule=lambda shape, axes, keepdims: reduction_rule(shape, axes, keepdims, linear=False))
 
 
-@pytest.mark.sizes(1, 3)  # a fault shows at any size above 1
+@pytest.mark.ranks(1, 3)  # a fault shows at any size above 1
 @pytest.mark.parametrize(
     ("room", "name", "plant", "op"),
     [

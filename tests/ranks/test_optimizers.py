@@ -182,7 +182,7 @@ def test_state_of_groups_counts_through_all(comm):
     }
 
 
-@pytest.mark.sizes(3)  # as below
+@pytest.mark.ranks(3)  # as below
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -353,7 +353,7 @@ def changed(state, mesh, name):
     }[name]
 
 
-@pytest.mark.sizes(3)  # two ranks are right
+@pytest.mark.ranks(3)  # two ranks are right
 @pytest.mark.parametrize(
     "name",
     ["unknown", "missing", "nothing", "negative", "many", "square", "shape", "mesh", "array", "mapping"],
@@ -416,7 +416,7 @@ def test_parameters_are_taken_in_order_of_names(comm):
     assert found[:3] == found[3:]
 
 
-@pytest.mark.sizes(1)  # a rank refuses them by itself
+@pytest.mark.ranks(1)  # a rank refuses them by itself
 def test_wrong_parameters_and_numbers_are_told(comm):
     mesh = mesh_of(comm, comm.size)
     w, v = (pce.distribute(np.zeros(3), mesh, requires_grad=True) for _ in range(2))

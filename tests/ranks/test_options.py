@@ -9,9 +9,9 @@ from mpi4py import MPI
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi.loss.options import ROWS, LinearOptions, LossOptions, Options, ShardedDivergenceOptions, StatisticsOptions
+from pce_mpi.testing import in_step
 from ranks.op_cases import alone
 from ranks.problems import (
     NARROW,
@@ -33,7 +33,7 @@ from ranks.problems import (
 )
 
 # One rank reads its logits once, several read them twice and merge.
-pytestmark = pytest.mark.sizes(1, 2)
+pytestmark = pytest.mark.ranks(1, 2)
 
 TARGETS = ["index", "probabilities"]
 REDUCTIONS = ["none", "sum", "mean"]
@@ -248,7 +248,7 @@ def test_every_pair_of_options_together(comm, number):
 # Rows that are sharded too
 
 
-@pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes
+@pytest.mark.ranks(1, 2, 3, 4)  # every grid of rows and classes
 @pytest.mark.parametrize("left", [0, 1], ids=["no row", "one row"])
 def test_mean_counts_rows_left_on_all_ranks(comm, left):
     for rows in divisors(comm.size):
@@ -262,7 +262,7 @@ def test_mean_counts_rows_left_on_all_ranks(comm, left):
                 right_results(over_classes, problem, part, batch_comm=over_rows)
 
 
-@pytest.mark.sizes(1, 2, 3, 4)  # every grid of rows and classes
+@pytest.mark.ranks(1, 2, 3, 4)  # every grid of rows and classes
 def test_rows_may_be_sharded_where_classes_are_whole(comm):
     problem = draw(9, WIDE, weight=True, ignored=0.3)
     part = Part(0, WIDE, *split(9, comm.size, "uneven")[comm.rank])

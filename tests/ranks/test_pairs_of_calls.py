@@ -135,7 +135,7 @@ def test_calls_are_collective(operands):
         assert trace.events, name
 
 
-@pytest.mark.sizes(2)  # the account of more ranks is that of failed checks
+@pytest.mark.ranks(2)  # the account of more ranks is that of failed checks
 def test_different_calls_are_refused_with_true_account(comm, operands):
     faults = []
     for number, pair in enumerate(combinations(CALLS, 2)):
@@ -147,7 +147,7 @@ def test_different_calls_are_refused_with_true_account(comm, operands):
     assert comm.allgather(faults) == [[]] * comm.size
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.ranks(2, 3)
 def test_failed_checks_beside_other_calls_are_told(comm, operands):
     operands.wrong.grad = NUMBERS.T
     faults = []
@@ -159,7 +159,7 @@ def test_failed_checks_beside_other_calls_are_told(comm, operands):
     assert comm.allgather(faults) == [[]] * comm.size
 
 
-@pytest.mark.sizes(4)
+@pytest.mark.ranks(4)
 def test_refusal_along_one_dim_is_told_and_ends(comm, impatient):
     mesh = Mesh(comm, data=2, model=2)
     x = pce.distribute(NUMBERS, mesh, model=Shard(0))

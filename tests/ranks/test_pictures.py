@@ -255,7 +255,7 @@ def svg_texts(html):
     return ["".join(text.itertext()).strip() for text in svg.iter("{http://www.w3.org/2000/svg}text")]
 
 
-@pytest.mark.sizes(1, 4)  # one rank, and a grid: every rank that draws imports Matplotlib first
+@pytest.mark.ranks(1, 4)  # one rank, and a grid: every rank that draws imports Matplotlib first
 def test_notebook_shows_pictures(comm):
     mesh = mesh_of(comm, *squarest(comm.size))
     x = pce.distribute(np.zeros((2 * comm.size, 3)), mesh, **{next(iter(mesh.dims)): pce.Shard(0)})

@@ -7,10 +7,10 @@ from hypothesis import given, strategies as st
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard, shard_range
 from pce_mpi.comm.tracing import Event, Purpose, cause, phase, record
+from pce_mpi.testing import in_step
 
 # Shards
 

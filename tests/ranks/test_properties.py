@@ -6,8 +6,8 @@ from mpi4py import MPI
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
+from pce_mpi.testing import in_step
 from ranks.problems import Part, Problem, as_cosines, assert_as_dense, evaluate, grid, rounding_of_z
 from ranks.test_divergence import DIRECTIONS, both_gradients
 from ulps import DIVERGENCE, FINITE_DIFFERENCE, FLOAT64, MASS, ROUNDED_ONCE, WIDE_DIVERGENCE, errors, ulp
@@ -82,7 +82,7 @@ def ranges(draw, length, parts):
     return [(ends[index], ends[index + 1]) for index in order]
 
 
-@pytest.mark.sizes(1)  # the tests of bits below show that no other number gives others
+@pytest.mark.ranks(1)  # the tests of bits below show that no other number gives others
 @settings(max_examples=150)
 @given(data=st.data(), problem=problems(), compute=st.sampled_from([None, np.float64]), seed=st.integers(0, 99))
 def test_loss_and_gradient_are_those_of_dense(comm, data, problem, compute, seed):
@@ -100,7 +100,7 @@ def small_problem(row, target, **options):
     return Problem(np.array([row], np.float32), np.array([target]), options={"reduction": "sum", **options})
 
 
-@pytest.mark.sizes(4)  # a grid of two by two is among others
+@pytest.mark.ranks(4)  # a grid of two by two is among others
 @given(problem=problems(), batched=st.booleans())
 # A row of which only the target is not masked, where the mask is a number.
 @example(problem=small_problem([-1.0, -3e38, -3e38], 0), batched=False)
@@ -118,7 +118,7 @@ def test_rows_sharded_over_any_grid_of_ranks(comm, problem, batched):
         assert_as_dense(results, problem, part)
 
 
-@pytest.mark.sizes(1)  # the tests of bits below show that no other number gives others
+@pytest.mark.ranks(1)  # the tests of bits below show that no other number gives others
 @settings(max_examples=60)
 @given(data=st.data(), problem=problems())
 def test_statistics_are_those_of_dense(comm, data, problem):
@@ -149,7 +149,7 @@ def same_bits(found, expected):
     return equal and np.array_equal(np.isnan(found), nan)
 
 
-@pytest.mark.sizes(2, 3)  # one rank is one process
+@pytest.mark.ranks(2, 3)  # one rank is one process
 @given(data=st.data(), problem=problems(), compute=st.sampled_from([None, np.float64]))
 @settings(max_examples=100)
 def test_results_have_bits_of_one_process(comm, data, problem, compute):
@@ -165,7 +165,7 @@ def test_results_have_bits_of_one_process(comm, data, problem, compute):
         assert same_bits(found_gradient, part.of(gradient, problem.axis))
 
 
-@pytest.mark.sizes(3)  # one rank is one process
+@pytest.mark.ranks(3)  # one rank is one process
 @given(problem=problems())
 @settings(max_examples=40)
 def test_rows_of_any_grid_have_same_bits(comm, problem):
@@ -181,7 +181,7 @@ def test_rows_of_any_grid_have_same_bits(comm, problem):
         assert same_bits(found_gradient, part.of(gradient, problem.axis))
 
 
-@pytest.mark.sizes(3)  # one rank is one process
+@pytest.mark.ranks(3)  # one rank is one process
 @given(data=st.data(), problem=problems())
 @settings(max_examples=40)
 def test_statistics_have_bits_of_one_process(comm, data, problem):
@@ -197,7 +197,7 @@ def test_statistics_have_bits_of_one_process(comm, data, problem):
             assert same_bits(getattr(found, name), values), name
 
 
-@pytest.mark.sizes(1, 3)  # one rank is compared with dense, three with one
+@pytest.mark.ranks(1, 3)  # one rank is compared with dense, three with one
 @given(data=st.data(), problem=problems(), chosen=st.integers(1, 5), outside=st.sampled_from(["-inf", "add"]))
 @settings(max_examples=60)
 def test_supports_have_bits_of_one_process(comm, data, problem, chosen, outside):
@@ -231,7 +231,7 @@ def test_supports_have_bits_of_one_process(comm, data, problem, chosen, outside)
                 assert np.all(np.abs(getattr(exact, name) - getattr(expected, name))[known] <= 1e-5 * scale), name
 
 
-@pytest.mark.sizes(3)  # one rank is one process
+@pytest.mark.ranks(3)  # one rank is one process
 @given(problem=problems(), function=st.sampled_from(["softmax", "log_softmax", "logsumexp"]))
 @settings(max_examples=60)
 def test_softmax_of_shards_has_bits_of_one_process(comm, problem, function):
@@ -269,7 +269,7 @@ def assert_divergence_as_dense(found, student, teacher, options):
     assert abs(slope - (ends[0] - ends[1]) / (2 * step)) <= limit
 
 
-@pytest.mark.sizes(1, 3)  # one rank is compared with dense, three with one
+@pytest.mark.ranks(1, 3)  # one rank is compared with dense, three with one
 @given(
     data=st.data(),
     problem=problems(),
@@ -300,7 +300,7 @@ def test_divergences_have_bits_of_one_process(comm, data, problem, dtype, distan
             assert_divergence_as_dense(expected, student, teacher, options)
 
 
-@pytest.mark.sizes(1, 3)  # one rank is compared with dense, three with one
+@pytest.mark.ranks(1, 3)  # one rank is compared with dense, three with one
 @given(
     data=st.data(),
     problem=problems(),
@@ -331,7 +331,7 @@ def test_sets_of_classes_are_those_of_dense(comm, data, problem, top_k, top_p, m
             assert np.all(near | (errors(found.log_mass, exact.log_mass, dtype) <= MASS))
 
 
-@pytest.mark.sizes(1, 3)  # one rank alone, and shards of several lengths
+@pytest.mark.ranks(1, 3)  # one rank alone, and shards of several lengths
 @given(data=st.data(), problem=problems(), chosen=st.integers(0, 5), scalar=st.booleans())
 @settings(max_examples=40)
 def test_chosen_logits_are_those_of_numpy(comm, data, problem, chosen, scalar):
@@ -359,7 +359,7 @@ def test_chosen_logits_are_those_of_numpy(comm, data, problem, chosen, scalar):
         np.testing.assert_allclose(oracle, exact, rtol=0, atol=1e-15 * np.abs(of_chosen).sum())
 
 
-@pytest.mark.sizes(1, 3)  # one rank alone, and shards of several lengths
+@pytest.mark.ranks(1, 3)  # one rank alone, and shards of several lengths
 @given(
     data=st.data(),
     problem=problems(),

@@ -528,7 +528,7 @@ def program_of(seed: int, mesh: Mesh) -> str:
 
 
 # Shards of several lengths, and two dims of two ranks each.
-@pytest.mark.parametrize("ndim", [pytest.param(ndim, marks=pytest.mark.sizes(2 + ndim)) for ndim in PROGRAMS])
+@pytest.mark.parametrize("ndim", [pytest.param(ndim, marks=pytest.mark.ranks(2 + ndim)) for ndim in PROGRAMS])
 def test_random_programs_are_those_of_numpy(comm, impatient, ndim):
     meshes = [Mesh(comm, **dict(zip(NAMES, sizes, strict=False))) for sizes in factorizations(comm.size, ndim)]
     for seed in range(PROGRAMS[ndim]):
@@ -538,7 +538,7 @@ def test_random_programs_are_those_of_numpy(comm, impatient, ndim):
         assert not faults, f"program {seed} on {mesh}:\n\n{program}\n\n{faults}"
 
 
-@pytest.mark.sizes(2)  # a vjp is wrong at any size
+@pytest.mark.ranks(2)  # a vjp is wrong at any size
 def test_planted_vjp_is_found(comm, monkeypatch):
     right = selection._WHERE
     wrong = [rule and (lambda *given, rule=rule, **named: rule(*given, **named) * 1.001) for rule in right.vjps]

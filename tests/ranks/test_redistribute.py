@@ -169,7 +169,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.sizes(1, 3, 4)  # shards of several lengths, and two by two
+@pytest.mark.ranks(1, 3, 4)  # shards of several lengths, and two by two
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("every", PAIRS.values(), ids=PAIRS)
 def test_redistribute_between_any_two_placements(comm, line, square, every, splits):
@@ -200,7 +200,7 @@ FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32]
 INTEGERS = [np.int8, np.uint8, np.int64]
 
 
-@pytest.mark.sizes(3)  # shards of several lengths
+@pytest.mark.ranks(3)  # shards of several lengths
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, np.bool_], ids=lambda dtype: dtype.__name__)
 def test_redistribute_keeps_every_dtype(comm, line, dtype):
     operators = {np.bool_: ("max", "min")}.get(dtype, ("sum", "max", "min") if dtype in INTEGERS else OPERATORS)
@@ -268,7 +268,7 @@ def test_terms_of_shards_keep_sign_of_zero(line):
         assert whole.tobytes() == zeros.tobytes()
 
 
-@pytest.mark.sizes(3)  # quotients that are rounded
+@pytest.mark.ranks(3)  # quotients that are rounded
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda d: d.__name__)
 def test_redistribute_there_and_back_keeps_numbers(line, dtype):
     finfo = ml_dtypes.finfo(dtype)
@@ -482,7 +482,7 @@ WRONG_COLLECTIVES = {
 }
 
 
-@pytest.mark.sizes(2)  # a fault shows at any size above 1
+@pytest.mark.ranks(2)  # a fault shows at any size above 1
 @pytest.mark.parametrize("plant", WRONG_COLLECTIVES)
 def test_wrong_collective_is_caught(comm, line, monkeypatch, plant):
     for room in (redistribution, arithmetic):  # sums are those of the arithmetic

@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard
 from pce_mpi.arrays import to_host
@@ -22,6 +21,7 @@ from pce_mpi.autograd.op import Op
 from pce_mpi.exact import products
 from pce_mpi.exact.products import product
 from pce_mpi.exact.sums import slicing, total
+from pce_mpi.testing import in_step
 from ranks.grids import factorizations, mesh_of, spread
 from ranks.op_cases import CASES, OPS, alone, cases_of, error_of, evaluate, listed, one_process, replicated
 from ulps import OPERATION
@@ -68,7 +68,7 @@ def combinations_of(case):
 REPRODUCIBLE = [op for op in OPS if op != "outer"]
 
 
-@pytest.mark.sizes(3)  # shards of several lengths
+@pytest.mark.ranks(3)  # shards of several lengths
 @pytest.mark.parametrize("op", REPRODUCIBLE)
 def test_op_at_any_shards_has_bits_of_one(comm, op):
     mesh = mesh_of(comm, comm.size)
@@ -81,7 +81,7 @@ def test_op_at_any_shards_has_bits_of_one(comm, op):
             assert not other_bits(case, mesh, shardings, np.float32), (case.name, placed)
 
 
-@pytest.mark.sizes(4)  # a dim of one rank, and none of one
+@pytest.mark.ranks(4)  # a dim of one rank, and none of one
 @given(data=st.data(), case=st.sampled_from([case for case in CASES if case.op in REPRODUCIBLE]))
 @settings(max_examples=50)
 def test_op_over_two_dims_has_bits_of_one(comm, data, case):
@@ -114,7 +114,7 @@ def test_numbers_are_those_of_numpy(op):
 
 
 # An operation of a user's own without a rule has the bits of the library that it calls.
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("op", [op for op in REPRODUCIBLE if op != "op"])
 def test_gpu_has_bits_of_host(cupy, op):
     for case in cases_of(op):
@@ -148,7 +148,7 @@ def fractions(x):
     return [[Fraction(each) for each in row] for row in x.tolist()]
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @given(data=st.data(), dtype=st.sampled_from([np.float32, np.float64]))
 @settings(max_examples=60)
 def test_product_is_exact_however_it_is_cut(data, dtype):
@@ -166,7 +166,7 @@ def test_product_is_exact_however_it_is_cut(data, dtype):
     assert np.all(np.abs(whole - exact) <= bound * np.finfo(dtype).eps / 4 + np.abs(whole) * np.finfo(dtype).eps / 2)
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @given(data=st.data(), dtype=st.sampled_from([np.float16, np.float32, np.float64]))
 @settings(max_examples=60)
 def test_sum_is_rounded_once_in_any_order(data, dtype):
@@ -176,7 +176,7 @@ def test_sum_is_rounded_once_in_any_order(data, dtype):
     assert np.array_equal(found, total(x[data.draw(st.permutations(range(x.size)))], (0,), x.size))
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_special_values_multiply_and_add_as_numpy(dtype):
     special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -2.0]
@@ -192,7 +192,7 @@ def test_special_values_multiply_and_add_as_numpy(dtype):
     assert product(np.zeros((2, 0), dtype), np.zeros((0, 3), dtype), 0).tolist() == [[0.0] * 3] * 2
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("dtype", "factors", "count", "longest"),
     [
@@ -208,7 +208,7 @@ def test_longer_sum_takes_another_slice(dtype, factors, count, longest):
     assert [slicing(np.dtype(dtype), length, factors)[1] for length in (longest, longest + 1)] == [count, count + 1]
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("k", [1, 30, 700, 30_000])
 def test_product_errs_less_than_library(k):
     rng = np.random.default_rng(k)
@@ -393,7 +393,7 @@ def operands_are_watched(monkeypatch):
     monkeypatch.setattr(apply_module, "_LOCAL", lambda x: watched(x.local))
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("op", [op for op in REPRODUCIBLE if op != "op"])  # a user's own calls what it likes
 def test_library_decides_no_bit(request, op):
     cases = cases_of(op)[:4]
@@ -414,7 +414,7 @@ LIBRARY = {
 }
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("name", LIBRARY)
 def test_operation_of_library_is_caught(nothing_of_a_library, operands_are_watched, name):
     op = Op(name, lambda call, x: LIBRARY[name](x))
@@ -443,7 +443,7 @@ def trained(library, mesh):
     return pce.fingerprint(parameters)
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 def test_gpu_trains_to_fingerprint_of_host(cupy):
     with pce.reproducible():
         assert trained(cupy, alone()) == trained(np, alone())
@@ -510,7 +510,7 @@ def test_infinite_row_changes_no_other_row(line):
     assert found.tolist() == [[np.inf], [0.0], [0.0]]
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 def test_sums_beside_infinity_keep_their_digits(line):
     with pce.reproducible():
         sums = pce.cumsum(pce.distribute(np.array([1e-30, 2e-30, np.inf], np.float32), line), 0)

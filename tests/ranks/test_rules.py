@@ -750,7 +750,7 @@ def test_id_outside_table_raises_everywhere_whoever_has_it(line, placed):
     np.testing.assert_array_equal(whole_of(pce.embedding(known, table)), TABLE[known])
 
 
-@pytest.mark.sizes(2)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("function", [pce.layer_norm, pce.rms_norm, pce.var], ids=lambda each: each.__name__)
 def test_sums_of_rows_trace_their_dim(line, function):
     _, trace = traced(lambda: function(at(line, numbers(7, 5), Shard(1)), axis=1))

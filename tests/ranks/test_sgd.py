@@ -91,7 +91,7 @@ def placements_with_gradients(ndim, dims):
 # ------------------------------------------------------------------------------------------------------------ the step
 
 
-@pytest.mark.sizes(1, 4)  # a line of four, and two by two
+@pytest.mark.ranks(1, 4)  # a line of four, and two by two
 @each_option
 def test_steps_at_any_placement_equal_one_process(comm, options):
     lr = [0.5, 0.25, 1.0]

@@ -81,7 +81,7 @@ def results(comm, logits, targets, path):
     return found
 
 
-@pytest.mark.sizes(2)  # arguments are looked at on each rank alone, and two of them send
+@pytest.mark.ranks(2)  # arguments are looked at on each rank alone, and two of them send
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_of_every_kind_count_as_copies(comm, kind, dtype, tmp_path):

@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
+from pce_mpi.testing import in_step
 from ranks.problems import (
     WIDE,
     Problem,
@@ -19,8 +19,8 @@ from ranks.problems import (
 
 # Bits do not depend on how the classes are cut (test_properties.py, test_definition.py). If the cut decides who has
 # the special value, or ranks must agree, there are several.
-pytestmark = pytest.mark.sizes(1)
-several_shards = pytest.mark.sizes(1, 3)
+pytestmark = pytest.mark.ranks(1)
+several_shards = pytest.mark.ranks(1, 3)
 
 TARGETS = ["index", "probabilities"]
 OPTIONS = [

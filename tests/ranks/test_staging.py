@@ -75,7 +75,7 @@ def same(got, expected):
     return got.dtype == expected.dtype and got.shape == expected.shape and got.tobytes() == expected.tobytes()
 
 
-@pytest.mark.sizes(2, 3)  # numbers of ranks that MPI joins in two ways
+@pytest.mark.ranks(2, 3)  # numbers of ranks that MPI joins in two ways
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_staged_collectives_equal_those_of_host(comm, cupy, way, shape, dtype):
@@ -161,7 +161,7 @@ def test_reduction_of_one_rank_stays_on_gpu(cupy, monkeypatch):
         assert result.data.ptr != mine.data.ptr
 
 
-@pytest.mark.sizes(2)  # a rank has pinned memory of its own
+@pytest.mark.ranks(2)  # a rank has pinned memory of its own
 def test_pinned_memory_is_taken_once_and_used_again(comm, stand_in, monkeypatch):
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", "0")
     mine = stand_in.asarray(np.zeros(1021))

@@ -110,7 +110,7 @@ def test_wrong_targets_of_distributed_statistics_raise_everywhere(comm):
     assert pce.class_statistics(x, np.array([0, 2])).log_prob.shape == (2,)
 
 
-@pytest.mark.sizes(1, 2)
+@pytest.mark.ranks(1, 2)
 def test_common_offset_costs_entropy_no_digits(comm):
     # z is scale times the logit, which is rounded unless the scale is a power of two.
     scale, upstream = 3.0, {"entropy": 1.0}
@@ -128,7 +128,7 @@ def test_common_offset_costs_entropy_no_digits(comm):
                     assert abs(float(got) - exact) <= 5 * 2.0**-53 * terms, (offset, float(x))
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.ranks(2, 3)
 def test_other_shapes_of_targets_raise_on_all(comm):
     logits, targets = np.eye(4, 3) + comm.rank, np.array([0, 1, 2, 0])
     for array in (logits, pce.distribute(np.eye(4, 6), pce.Mesh(comm, classes=comm.size), classes=pce.Shard(1))):
@@ -137,7 +137,7 @@ def test_other_shapes_of_targets_raise_on_all(comm):
             pce.class_statistics(array, targets[:, None] if comm.rank else targets, **options)
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.ranks(2, 3)
 def test_other_upstream_gradients_of_product_raise_on_all(comm):
     _, residuals = pce.linear_class_statistics_forward(np.ones((4, 2)), np.ones((2, 3)) * comm.rank, comm=comm)
     with pytest.raises(pce.CollectiveError, match="ranks disagree on entropy"):

@@ -5,10 +5,10 @@ import mpmath
 import numpy as np
 import pytest
 
-from in_step import in_step
 import pce_mpi as pce
 from pce_mpi import Mesh, Replicate, Shard
 from pce_mpi.hollow import hollow
+from pce_mpi.testing import in_step
 from ranks.exact import DIGITS, exact_statistics
 from ranks.grids import mesh_of
 from ranks.problems import is_same, split
@@ -198,7 +198,7 @@ def test_class_of_support_out_of_range_raises(comm, change, text):
         pce.class_statistics(**right | {"logits": shard, **given} | change)
 
 
-@pytest.mark.sizes(1, 2)
+@pytest.mark.ranks(1, 2)
 def test_cupy_arrays_have_same_support(comm, cupy):
     for dtype in (np.float16, np.float32, np.float64):
         logits, targets, support, upstream = problem(dtype)
@@ -236,7 +236,7 @@ def test_wrong_support_of_one_rank_raises_on_all(comm):
         assert pce.class_statistics(x, targets, **right).log_prob.placements == {"data": rows}
 
 
-@pytest.mark.sizes(2)  # a mesh without ranks beside one with ranks
+@pytest.mark.ranks(2)  # a mesh without ranks beside one with ranks
 @pytest.mark.parametrize("outside", ["raise", "-inf", "add"])
 def test_support_on_hollow_mesh_sends_the_same(comm, outside):
     logits, targets, support, _ = problem()

@@ -161,7 +161,7 @@ def test_each_of_several_targets_has_bits_of_one(comm, name, dtype):
         assert np.array_equal(getattr(found, each), getattr(one, each), equal_nan=True)
 
 
-@pytest.mark.sizes(1)  # the test above shows that others have the same bits
+@pytest.mark.ranks(1)  # the test above shows that others have the same bits
 def test_one_among_several_has_gradient_of_one():
     logits, targets, upstream = several()
     for k in range(CHOSEN):
@@ -176,7 +176,7 @@ def test_one_among_several_has_gradient_of_one():
         assert is_same(pce.class_statistics_backward(among, log_prob=only) + 0.0, expected + 0.0)
 
 
-@pytest.mark.sizes(1)  # as above
+@pytest.mark.ranks(1)  # as above
 def test_nearly_certain_class_among_several_keeps_bits():
     logits = np.zeros((3, CLASSES), np.float32)
     logits[:, 4] = 20.0, 40.0, 60.0

@@ -23,7 +23,7 @@ DEEP = 3_000
 
 
 # Every rank has a tape of its own: a second one shows that none of them waits.
-pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.sizes(2)]
+pytestmark = [pytest.mark.usefixtures("impatient"), pytest.mark.ranks(2)]
 
 
 # ---------------------------------------------------------------------------------- the engine alone, on plain numbers

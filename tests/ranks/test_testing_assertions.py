@@ -188,7 +188,7 @@ def test_bits_are_compared_over_meshes_and_ranks(comm):
         assert text == "rank 1: array 0 has other bits than array 0 of rank 0: float64 (1, 6), not float64 (2, 6)"
 
 
-@pytest.mark.sizes(1, 3)  # most ranks are two of three
+@pytest.mark.ranks(1, 3)  # most ranks are two of three
 def test_rank_that_differs_from_most_is_named(comm):
     def value(last, first=False):
         return {"loss": [0.5, np.float32([1, np.nan, last])], "name": "a", "none": None, "first": first}
@@ -221,7 +221,7 @@ CUTS = {
 }
 
 
-@pytest.mark.sizes(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3)
 def test_cuts_cover_the_array_at_their_offsets(comm):
     for axis in (0, -1):
         whole = np.arange(14.0).reshape(2, 7) if axis else np.arange(14.0).reshape(7, 2)

@@ -67,7 +67,7 @@ def mesh_of_self():
     return alone("data").comm("data")
 
 
-@pytest.mark.sizes(2, 3)  # where there are shards and terms
+@pytest.mark.ranks(2, 3)  # where there are shards and terms
 def test_wrong_rule_is_found_where_it_is_wrong(comm):
     mesh = mesh_of(comm, comm.size)
 
@@ -130,7 +130,7 @@ def test_program_on_many_ranks_is_that_of_one(comm):
     compare_with_one_process(lambda mesh: pce.layer_norm(pce.normal((3, 8), mesh, seed=0, data=Shard(1))), comm)
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.ranks(2, 3)
 def test_first_operation_that_differs_is_named(comm):
     def doubled_wrongly(y):
         local = y.local.copy()
@@ -152,7 +152,7 @@ def test_first_operation_that_differs_is_named(comm):
     assert "has other bits than on one rank: 1 of " in text
 
 
-@pytest.mark.sizes(2)
+@pytest.mark.ranks(2)
 def test_backward_and_returned_values_are_compared(comm, monkeypatch):
     one = alone("data")
 

@@ -44,7 +44,7 @@ def rows_of(logits):
     return [[int(x) if kind in "iub" else float(x) for x in row] for row in logits]
 
 
-@pytest.mark.sizes(1, 3)  # two ranks and four merge alike
+@pytest.mark.ranks(1, 3)  # two ranks and four merge alike
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("how", SPLITS)
 def test_top_k_of_shards_is_stable_sort(comm, how, dtype):
@@ -64,7 +64,7 @@ def test_top_k_of_shards_is_stable_sort(comm, how, dtype):
         assert np.array_equal(found, logits.argmax(1))
 
 
-@pytest.mark.sizes(1)
+@pytest.mark.ranks(1)
 @given(data=st.data(), dtype=st.sampled_from(["float32", "float64", "float16"]))
 @settings(max_examples=60)
 def test_kernels_find_the_same(data, dtype):
@@ -79,7 +79,7 @@ def test_kernels_find_the_same(data, dtype):
     np.testing.assert_array_equal(values.astype(dtype), wanted)
 
 
-@pytest.mark.sizes(2)  # the order of the local classes does not depend on the ranks
+@pytest.mark.ranks(2)  # the order of the local classes does not depend on the ranks
 @pytest.mark.parametrize("library", ["NumPy", "CuPy"])
 def test_many_classes_are_ordered_by_blocks(comm, cupy, monkeypatch, library):
     monkeypatch.setattr(kernel_largest, "_BLOCK" if library == "NumPy" else "_BLOCK_ON_GPU", 3 * 5000)

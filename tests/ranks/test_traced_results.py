@@ -65,7 +65,7 @@ def test_results_are_equal_on_any_mesh(comm):
                 assert results_of(mesh, of_x, of_w) == expected
 
 
-@pytest.mark.sizes(3)  # any split shows an operation that is made of others there
+@pytest.mark.ranks(3)  # any split shows an operation that is made of others there
 def test_operations_are_the_same_where_operands_are_sharded(comm):
     mesh = mesh_of(comm, comm.size)
     for case in {case.op: case for case in CASES}.values():
@@ -99,7 +99,7 @@ def test_wrong_element_changes_results_from_there(comm):
     assert same == [True, False, False, False, True, True, *[False] * 6]
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4)
 def test_replicas_that_differ_raise_on_every_rank(comm):
     mesh = mesh_of(comm, comm.size)
     off = pce.op(lambda y: y + (comm.rank == comm.size - 1), rule=lambda shape: Rule.of("ij->ij", shape), name="off")
@@ -140,7 +140,7 @@ def test_fingerprints_are_not_events(comm):
     assert outer.results == expected.results == []
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("tracing", ["first", "last"])
 def test_only_some_ranks_fingerprint_raises_everywhere(comm, impatient, tracing):
     mesh = mesh_of(comm, comm.size)

@@ -266,7 +266,7 @@ def test_every_public_function_has_a_call():
     assert not CALLS.keys() & LEFT_OUT
 
 
-@pytest.mark.sizes(2)  # whoever does not communicate needs one rank, and whoever does any other
+@pytest.mark.ranks(2)  # whoever does not communicate needs one rank, and whoever does any other
 @pytest.mark.parametrize("name", CALLS)
 def test_wrong_argument_is_told_alike_on_all_ranks(comm, name, impatient):
     at = At(comm)
@@ -283,7 +283,7 @@ def test_wrong_argument_is_told_alike_on_all_ranks(comm, name, impatient):
     assert "".join(told(name, CALLS[name](at))) == ""
 
 
-@pytest.mark.sizes(2)  # one rank errs and one is right
+@pytest.mark.ranks(2)  # one rank errs and one is right
 @pytest.mark.parametrize("name", sorted(AGREED))
 def test_wrong_argument_on_one_rank_raises_everywhere(comm, name, several, impatient):
     at = At(comm)
@@ -323,7 +323,7 @@ def check_wrong_array_of_one_rank(comm: MPI.Intracomm, name: str, sound: dict[st
     assert "".join(told(name, sound)) == ""
 
 
-@pytest.mark.sizes(2)  # as above
+@pytest.mark.ranks(2)  # as above
 @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "classes"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_wrong_array_of_one_rank_raises_on_all(comm, name, axis, several, impatient):
@@ -337,7 +337,7 @@ def test_wrong_array_of_one_rank_raises_on_all(comm, name, axis, several, impati
     check_wrong_array_of_one_rank(comm, name, sound)
 
 
-@pytest.mark.sizes(2)  # as above
+@pytest.mark.ranks(2)  # as above
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_wrong_array_beside_partial_one_raises_everywhere(comm, name, kind, several, impatient):

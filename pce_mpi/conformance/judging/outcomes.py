@@ -15,7 +15,7 @@ from pce_mpi.comm.errors import ranks_text
 from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.problem import PRODUCTS, Problem
-from pce_mpi.conformance.text import bounded
+from pce_mpi.text import bounded
 
 # The words of `comparing` for a wrong number; `judge` puts them in brackets after a known cause.
 _RESULT = "|".join(kind.noun for kind in KINDS.values())

@@ -12,8 +12,8 @@ from pce_mpi.conformance.judging.causes import agree
 from pce_mpi.conformance.judging.outcomes import Finding, Outcome, Report, Verdict
 from pce_mpi.conformance.problems.cases import fits
 from pce_mpi.conformance.runs.following import Display, Launch, Run
-from pce_mpi.conformance.runs.launcher import Job
 from pce_mpi.conformance.runs.orders import KIT, Orders
+from pce_mpi.jobs.job import Job
 from pce_mpi.jobs.mpiexec import LaunchError, most_ranks
 
 DEFAULT_TIMEOUT = 30.0
@@ -86,10 +86,14 @@ def _compare_with_known(outcomes: Sequence[Outcome], known: Sequence[str]) -> No
 def asked_offer(orders: Orders, *, timeout: float, display: Display) -> Offer:
     """Return the offer of the candidate of `orders`, which one rank loads; raise as `run_cases`."""
     run = Run(orders, 1, timeout, display)
-    with Job(1, replace(orders, tasks=())) as job:
+    with _job(1, replace(orders, tasks=())) as job:
         list(Launch(run, job, ()).results())
     assert run.offer is not None
     return run.offer
+
+
+def _job(ranks: int, orders: Orders) -> Job:
+    return Job(ranks, ["-m", "pce_mpi.conformance.runs.worker"], orders.write)
 
 
 def _outcomes(run: Run) -> Generator[Outcome]:
@@ -100,7 +104,7 @@ def _outcomes(run: Run) -> Generator[Outcome]:
     while tasks is None or tasks:
         judged: list[Outcome] = []
         try:
-            with Job(run.ranks, replace(run.orders, tasks=None if tasks is None else tuple(tasks))) as job:
+            with _job(run.ranks, replace(run.orders, tasks=None if tasks is None else tuple(tasks))) as job:
                 launch = Launch(run, job, tasks)
                 for outcome in launch.results():
                     judged += [outcome] * (outcome.verdict is not Verdict.NOT_OFFERED)

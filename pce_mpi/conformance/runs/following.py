@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-import signal
 import time
 from typing import Any, Protocol
 
@@ -17,10 +16,10 @@ from pce_mpi.conformance.candidates.fitting import problem_of, unmet_need
 from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.judging.outcomes import Finding, Outcome, Verdict, shaped
 from pce_mpi.conformance.problems.cases import Case
-from pce_mpi.conformance.runs.launcher import Job
 from pce_mpi.conformance.runs.orders import Orders
 from pce_mpi.conformance.serialization import from_json
 from pce_mpi.conformance.text import innermost
+from pce_mpi.jobs.job import Job
 from pce_mpi.jobs.mpiexec import LaunchError
 
 # Seconds between reads of the ranks' files.
@@ -231,16 +230,12 @@ class Launch:
 
     def _death(self) -> str:
         """Say which rank died first, and why."""
-        ends = self._job.ends()
-        if not ends:
-            return f"mpiexec ended with exit status {self._job.status}"
-        rank, status = ends[0]
-        who = "a rank" if rank is None else f"rank {rank}"
-        how = f"died of {_signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
-        if status == -signal.SIGKILL:
-            how += ", which the kernel sends where memory is short (--memory bounds it)"
+        rank, how = self._job.death()
+        if "SIGKILL" in how:
+            how += " (--memory bounds it)"
         if rank is None:
-            return f"{who} {how}"
+            return f"a rank {how}"
+        who = f"rank {rank}"
         mine = self._ranks[rank]
         if mine.doing == "raised":
             return f"{who} raised {mine.error} and {how}"
@@ -266,13 +261,13 @@ class Launch:
 
     def _last(self, number: int, rank: _Rank) -> str:
         if not self._ready:
-            place = self._job.where(number)
+            place = innermost(self._job.stack(number))
             return f"never got past {place}" if place else "never got ready"
         if rank.task != self._finished:
             return "never began"
         match rank.doing:
             case "called":
-                place = self._job.where(number)
+                place = innermost(self._job.stack(number))
                 return f"never returned from {place}" if place else "never returned"
             case "raised":
                 return f"raised {rank.error}"
@@ -289,10 +284,3 @@ class Launch:
             self._run.display.warn("after the last case, the ranks did not end by themselves")
         elif any(status for _, status in self._job.ends()):
             self._run.display.warn(f"after the last case, {self._death()}")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

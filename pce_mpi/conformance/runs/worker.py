@@ -1,7 +1,22 @@
 """One rank of a launch: load the candidate, run its cases in order, and write events to the journal.
 
-`launcher.Job` starts it on RANKS ranks, as `python -m pce_mpi.conformance.runs.worker FOLDER RANKS`; FOLDER has the
-orders.
+A `Job` starts it on RANKS ranks, as `python -m pce_mpi.conformance.runs.worker FOLDER RANKS`; FOLDER has the orders.
+
+============  =====  ==================================================================================================
+event         ranks  meaning, and the fields beside it
+============  =====  ==================================================================================================
+`began`       all    the process runs
+`apart`       any    MPI does not see all ranks that were started, and this one ends; `text`
+`unusable`    any    the candidate could not be loaded or started; `text`
+`ready`       0      the candidate is loaded and started; `offer`, `versions`
+`started`     all    a task begins; `task` is its number, `printed` how many bytes this rank had printed by then
+`called`      all    the candidate is called, or the backward function that it returned
+`returned`    all    ... and has returned
+`raised`      all    ... or has raised; `error`, in a line that says where
+`outcome`     0      the task has ended; `outcome`
+`torn`        0      some ranks raised and others did not, so this launch ends here
+`done`        0      all tasks have ended
+============  =====  ==================================================================================================
 """
 
 from __future__ import annotations
@@ -24,13 +39,14 @@ from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES, adapted, n
 from pce_mpi.conformance.candidates.loading import check_call, load
 from pce_mpi.conformance.candidates.offers import Offer, offer_of
 from pce_mpi.conformance.problems.tolerances import Tolerance
-from pce_mpi.conformance.runs.journal import Journal
 from pce_mpi.conformance.runs.orders import Orders
 from pce_mpi.conformance.runs.running import run_case
 from pce_mpi.conformance.serialization import to_json
-from pce_mpi.conformance.text import bounded, error_text
+from pce_mpi.conformance.text import error_text
 from pce_mpi.jobs.guard import end_with_parent
-from pce_mpi.jobs.mpiexec import LaunchError, memory_shared_by
+from pce_mpi.jobs.journal import Journal, begin
+from pce_mpi.jobs.mpiexec import LaunchError
+from pce_mpi.text import bounded
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -93,16 +109,11 @@ def main(folder: Path, ranks: int) -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
-    journal = Journal(folder, comm.rank)
-    journal.write("began", pid=os.getpid(), shared=sorted(map(str, memory_shared_by(os.getpid()))))
+    journal = begin(folder, comm.rank)
     if apart := why_apart(comm, ranks):
         journal.write("apart", text=apart)
         raise LaunchError(apart)
     output = folder / f"output-{comm.rank}"
-    _redirect_output(output)
-    # The launcher asks for the stack with a signal: a rank inside C code cannot run Python code.
-    stack = open(folder / f"stack-{comm.rank}", "w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     faulthandler.enable(all_threads=False)
     orders = Orders.read(folder)
     try:
@@ -141,14 +152,6 @@ def _candidate(orders: Orders) -> Any:
     candidate = load(orders.candidate)
     check_call(candidate)
     return candidate
-
-
-def _redirect_output(path: Path) -> None:
-    """Send all output of this process, that of C code included, to a file, line by line."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a text file
 
 
 def _versions(mpi: Any, arrays: str) -> dict[str, str]:

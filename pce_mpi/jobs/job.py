@@ -1,8 +1,8 @@
-"""Start the ranks that run cases, follow them and end them; this process never uses MPI."""
+"""Start ranks that keep a journal, follow them and end them; this process never uses MPI."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 import os
 from pathlib import Path
@@ -16,29 +16,30 @@ import time
 from types import ModuleType
 import weakref
 
-from pce_mpi.conformance.runs.journal import Follower, beginnings
-from pce_mpi.conformance.runs.orders import Orders
-from pce_mpi.conformance.text import bounded, innermost
 from pce_mpi.jobs import guard, supervisor
+from pce_mpi.jobs.journal import Follower, beginnings
 from pce_mpi.jobs.mpiexec import LaunchError, memory_named_in, mpiexec, settings
 from pce_mpi.temporary_files import abandoned, new_folder
+from pce_mpi.text import bounded
 
 # The part of a rank's output that is shown.
 _LINES_SHOWN = 20
 _CHARACTERS_SHOWN = 500  # in each line
 _BYTES_READ = 1 << 18
 # The names of the folders of all jobs begin with this.
-_STEM = "pce_mpi-conformance-"
+_STEM = "pce_mpi-job-"
 
 
 class Job:
-    """One launch of `ranks` workers, which execute `orders`.
+    """Ranks that run `python WORKER FOLDER RANKS` and `begin` there, once `prepare` has written files to FOLDER.
 
-    A context manager that leaves no processes, files or shared memory behind. If it is killed, the next one of the
-    same user removes what it left.
+    One rank needs no launcher if `alone`. A context manager that leaves no processes, files or shared memory behind. If
+    it is killed, the next one of the same user removes what it left.
     """
 
-    def __init__(self, ranks: int, orders: Orders) -> None:
+    def __init__(
+        self, ranks: int, worker: Sequence[str], prepare: Callable[[Path], None], *, alone: bool = False
+    ) -> None:
         self.ranks = ranks
         try:
             temporary = Path(tempfile.gettempdir())
@@ -47,17 +48,17 @@ class Job:
             self.folder, lock = new_folder(temporary, _STEM)
             # Also if this process ends before the job.
             self._clean_up = weakref.finalize(self, _remove, self.folder, lock)
-            orders.write(self.folder)
+            prepare(self.folder)
         except OSError as error:
             raise LaunchError(f"no temporary file could be written: {error}; TMPDIR can name another folder") from None
         self._ends, self._output = self.folder / "ends", self.folder / "mpiexec.log"
         self.news = Follower(self.folder, ranks).news
-        worker = [sys.executable, "-m", "pce_mpi.conformance.runs.worker", str(self.folder), str(ranks)]
-        command = [*_alone(guard), *mpiexec(), "-n", str(ranks), *_alone(supervisor), str(self._ends)]
+        command = [*_alone(guard), *([] if alone else [*mpiexec(), "-n", str(ranks)])]
+        command += [*_alone(supervisor), str(self._ends), sys.executable, *worker, str(self.folder), str(ranks)]
         with open(self._output, "wb") as output:
             try:
                 self._guard = subprocess.Popen(
-                    [*command, *worker],
+                    command,
                     env=settings(ranks) | os.environ,  # the user's own settings win
                     stdin=subprocess.PIPE,  # ends with this process
                     stdout=output,
@@ -95,6 +96,20 @@ class Job:
         ranks = {pid: rank for rank, pid in self._pids.items()}
         return [(ranks.get(int(pid)), int(status)) for pid, status in pairs]
 
+    def death(self) -> tuple[int | None, str]:
+        """Return the rank that ended first, None if that is not known, and how it ended."""
+        if not (ends := self.ends()):
+            return None, f"is gone: the launcher ended with exit status {self.status}"
+        rank, status = ends[0]
+        if status >= 0:
+            return rank, f"ended with exit status {status}"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = f"signal {-status}"
+        memory = status == -signal.SIGKILL
+        return rank, f"died of {name}" + ", which the kernel sends where memory is short" * memory
+
     def printed(self, rank: int, since: int) -> str:
         """Return the output of `rank` after the first `since` bytes, or the end of that."""
         try:
@@ -116,8 +131,8 @@ class Job:
             for line in text.splitlines()[-_LINES_SHOWN:]
         )
 
-    def where(self, rank: int) -> str:
-        """Return the line of the candidate's code at which `rank` is now, or '' if it does not answer."""
+    def stack(self, rank: int) -> str:
+        """Return where `rank` is now, as faulthandler writes it, or '' if it does not answer."""
         pid = self._pids.get(rank)
         path = self.folder / f"stack-{rank}"
         if pid is None or not path.exists() or any(ended == rank for ended, _ in self.ends()):
@@ -131,7 +146,7 @@ class Job:
         while path.stat().st_size == seen and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.02)  # the handler writes line by line
-        return innermost(path.read_bytes()[seen:].decode(errors="replace"))
+        return path.read_bytes()[seen:].decode(errors="replace")
 
     def stop(self) -> None:
         """End mpiexec, all ranks and all that these have started."""

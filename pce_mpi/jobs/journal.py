@@ -1,33 +1,23 @@
-"""The events that the ranks of one launch report to the process that started them, in a file for each rank.
+"""The events that the ranks of one job report to the process that started them, in a file for each rank.
 
-They are files because they must be readable when a rank hangs or has died. Each line is one JSON object:
-
-============  =====  ==================================================================================================
-event         ranks  meaning, and the fields beside it
-============  =====  ==================================================================================================
-`began`       all    the process runs; `pid`, and the files of the memory that it shares with other ranks, `shared`
-`apart`       any    MPI does not see all ranks that were started, and this one ends; `text`
-`unusable`    any    the candidate could not be loaded or started; `text`
-`ready`       0      the candidate is loaded and started; `offer`, `versions`
-`started`     all    a task begins; `task` is its number, `printed` how many bytes this rank had printed by then
-`called`      all    the candidate is called, or the backward function that it returned
-`returned`    all    ... and has returned
-`raised`      all    ... or has raised; `error`, in a line that says where
-`outcome`     0      the task has ended; `outcome`
-`torn`        0      some ranks raised and others did not, so this launch ends here
-`done`        0      all tasks have ended
-============  =====  ==================================================================================================
-
-A candidate can damage the files of its ranks: a line that is no such event is read as the event `damaged`.
+They are files because they must be readable when a rank hangs or has died. Each line is one JSON object: the event's
+name in `event`, and its fields. The first is `began`: the process runs; `pid`, and the files of the memory that it
+shares with other ranks, `shared`. What runs on the ranks can damage their files: a line that is no event is read as the
+event `damaged`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+import faulthandler
 import json
 import os
 from pathlib import Path
+import signal
+import sys
 from typing import Any
+
+from pce_mpi.jobs.mpiexec import memory_shared_by
 
 _NAME = "rank-{rank}.jsonl"
 
@@ -40,11 +30,26 @@ class Journal:
 
     def write(self, event: str, **what: Any) -> None:
         """Append `event` and its fields."""
-        if os.getpid() != self._process:  # the candidate has forked, and its child goes on as if it were the rank
+        if os.getpid() != self._process:  # the rank has forked, and its child goes on as if it were the rank
             os._exit(1)
-        # Opened each time: a candidate may close descriptors that are not its own.
+        # Opened each time: what the rank runs may close descriptors that are not its own.
         with open(self._path, "ab", buffering=0) as file:
             file.write((json.dumps({"event": event, **what}) + "\n").encode())
+
+
+def begin(folder: Path, rank: int) -> Journal:
+    """Let this process be a rank of a `Job`: its output, that of C code included, goes to a file, line by line.
+
+    The job asks for the stack with a signal, as a rank inside C code cannot run Python code.
+    """
+    journal = Journal(folder, rank)
+    journal.write("began", pid=os.getpid(), shared=sorted(map(str, memory_shared_by(os.getpid()))))
+    file = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a text file
+    faulthandler.register(signal.SIGUSR1, file=open(folder / f"stack-{rank}", "w"), all_threads=False)
+    return journal
 
 
 class Follower:

@@ -1,5 +1,6 @@
 """Limits on time that mean the same on a busy machine: they count the seconds of one that has nothing else to do."""
 
+from collections.abc import Callable
 import os
 import time
 
@@ -30,7 +31,7 @@ class Patience:
         return self.left < 0
 
 
-def wait_until(condition, seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Return once `condition()` is true; `TimeoutError` if it is not for so many seconds."""
     patience = Patience(seconds)
     while not condition():

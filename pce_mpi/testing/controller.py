@@ -1,0 +1,289 @@
+"""pytest --ranks: a session that runs no test itself, but starts one on each number of ranks and reports what they do.
+
+To other plugins of pytest the reports that come from the ranks are its own, as those of pytest-xdist's workers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import takewhile
+import os
+import re
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+import warnings
+
+import pytest
+
+from pce_mpi.comm.errors import ranks_text
+from pce_mpi.jobs.job import Job
+from pce_mpi.jobs.mpiexec import LaunchError, mpiexec
+from pce_mpi.jobs.patience import Patience
+from pce_mpi.testing.session import Orders
+from pce_mpi.testing.sizes import at_size
+from pce_mpi.testing.verdict import RanksFailure
+
+# Tests that end their session are left behind, but not any number of them: a hang takes its time.
+_MOST_SESSIONS = 30
+
+# Seconds until the ranks have found their tests, in which they may import a framework; for their end after the last
+# test; and until all of them have said that they exit.
+_STARTUP, _END, _EXIT = 120.0, 10.0, 1.0
+
+_POLL = 0.01
+
+
+class Controller:
+    """The plugin of the session that the user has started."""
+
+    def __init__(self, config: pytest.Config, sizes: list[int], limit: float) -> None:
+        self._config, self._limit = config, limit
+        self._sizes, self._why_not = sizes, ""
+        if max(sizes) > 1:
+            try:
+                mpiexec()
+            except LaunchError as error:
+                self._sizes, self._why_not = [1], f": {error}"
+
+    def pytest_report_header(self) -> str:
+        """Say on how many ranks the tests run, and by which launcher."""
+        launcher = f", by {' '.join(mpiexec())}" if max(self._sizes) > 1 else self._why_not
+        return f"ranks: {', '.join(map(str, self._sizes))}{launcher}; test@3 is a test on 3 ranks"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> bool:
+        """Collect nothing: the ranks do."""
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run the tests on each number of ranks."""
+        failures = self._config.pluginmanager.get_plugin("lfplugin")
+        known = {at_size(str(test))[1] for test in failures.lastfailed} if failures and failures.active else set()
+        for size in [size for size in self._sizes if size in known] or self._sizes:
+            if arguments := self._arguments(size):
+                self._run(session, size, arguments)
+        return True
+
+    def _arguments(self, size: int) -> list[str]:
+        """Return the command line for this number of ranks; none if all tests that it names are of others."""
+        named = [at_size(str(each)) for each in self._config.invocation_params.args]
+        if any(of for _, of in named) and all(of != size for _, of in named):
+            return []
+        return [
+            *(each for each, of in named if of in (0, size)),
+            # Ranks start coverage together, and would delete each other's.
+            *["--cov-append"] * bool(getattr(self._config.option, "cov_source", None)),
+            f"--rootdir={self._config.rootpath}",
+            # A rank has imported this package before it starts pytest.
+            "-Wignore:Module already imported:pytest.PytestAssertRewriteWarning",
+        ]
+
+    def _run(self, session: pytest.Session, size: int, arguments: list[str]) -> None:
+        # Plain `pytest` leaves the folder that it is started in off the path, `python -m pytest` does not.
+        isolated = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+        terminal = os.ttyname(0) if self._config.option.usepdb else ""
+        after = ""
+        for _ in range(_MOST_SESSIONS):
+            orders = Orders(arguments, self._sizes, self._why_not, after, self._limit, terminal)
+            with Job(size, [*isolated, "-m", "pce_mpi.testing.rank"], orders.write, alone=size == 1) as job:
+                course = _Course(session, job, orders)
+                after = course.follow()
+            if not course.waiting:
+                return
+        text = f"{_MOST_SESSIONS} tests have ended their session: {len(course.waiting)} tests are not run"
+        course.fail(course.waiting[0], [["not run", text]])
+
+
+class _Course:
+    """One job of ranks, from its first event to its end."""
+
+    def __init__(self, session: pytest.Session, job: Job, orders: Orders) -> None:
+        self._session, self._job, self._orders = session, job, orders
+        self._config, self._hook = session.config, session.config.hook
+        self.waiting: list[str] = []  # tests that have not begun
+        self._test, self._is_running = "", False
+        self._locations: dict[str, Any] = {}
+        self._over: dict[int, int] = {}  # how the session of each rank has ended
+        self._exits: dict[int, dict[str, Any]] = {}
+        self._left: list[tuple[int, dict[str, Any]]] = []
+        self._printed = [0] * job.ranks
+        self._shown = [0] * job.ranks
+
+    def follow(self) -> str:
+        """Report what the ranks do, until they have ended; return the test that has ended them, if one has."""
+        patience = Patience(max(self._orders.limit, _STARTUP))
+        while not patience.is_over() or self._orders.terminal:
+            # Before reading the events, so that these include everything before the end.
+            ended = bool(self._job.ends()) or self._job.status is not None
+            for rank, event in self._job.news():
+                patience = Patience(self._orders.limit)
+                self._take_in(rank, event)
+            self._show_output()
+            if self._session.shouldfail:
+                raise self._session.Failed(self._session.shouldfail)
+            if self._session.shouldstop:
+                raise self._session.Interrupted(self._session.shouldstop)
+            if self._left or self._exits:
+                return self._end_of_some()
+            if len(self._over) == self._job.ranks:
+                return self._end_of_all()
+            if ended:
+                return self._fault(self._death())
+            time.sleep(_POLL)
+        return self._fault(f"no phase of a test has ended for {self._orders.limit:g} s (--ranks-timeout)", stacks=True)
+
+    def _take_in(self, rank: int, event: dict[str, Any]) -> None:
+        match event:
+            case {"event": "apart", "text": text}:
+                raise pytest.UsageError(text)
+            case {"event": "collected", "tests": tests, "deselected": deselected}:
+                self.waiting = tests
+                if not self._orders.after:
+                    self._session.testscollected += len(tests)
+                if terminal := self._config.pluginmanager.get_plugin("terminalreporter"):
+                    terminal.pytest_deselected([SimpleNamespace(nodeid="")] * deselected)
+                if self._config.option.collectonly:
+                    print(*map(self._name, tests), sep="\n")
+                    self.waiting = []
+            case {"event": "collect", "report": report} if not self._orders.after:
+                self._hook.pytest_collectreport(report=self._report(report))
+            case {"event": "started", "test": test, "location": location}:
+                self._test, self._is_running = test, True
+                self._printed = [self._size_of_output(each) for each in range(self._job.ranks)]
+                self._locations[test] = (*location[:2], self._name(location[2]))
+                self.waiting.remove(test)
+                self._hook.pytest_runtest_logstart(nodeid=self._name(test), location=self._locations[test])
+            case {"event": "reported", "report": report}:
+                self._hook.pytest_runtest_logreport(report=self._report(report))
+            case {"event": "finished", "test": test}:
+                self._is_running = False
+                self._hook.pytest_runtest_logfinish(nodeid=self._name(test), location=self._locations[test])
+            case {"event": "warning", "warning": [text, category, filename, lineno], "when": when, "test": test}:
+                kind = type(category, (Warning,), {})
+                message = warnings.WarningMessage(kind(text), kind, filename, lineno)
+                name = test and self._name(test)
+                said = {"warning_message": message, "when": when, "nodeid": name, "location": None}
+                self._hook.pytest_warning_recorded.call_historic(kwargs=said)
+            case {"event": "exit"}:
+                self._exits[rank] = event
+            case {"event": "left"}:
+                self._left.append((rank, event))
+            case {"event": "ended", "status": status}:
+                self._over[rank] = status
+
+    def _name(self, test: str) -> str:
+        return f"{test}@{self._job.ranks}"
+
+    def _report(self, data: dict[str, Any]) -> Any:
+        """Return a report of the ranks as one of this session."""
+        blocks = data.pop("blocks", None)
+        if data["$report_type"] == "TestReport":
+            data["nodeid"] = self._name(data["nodeid"])
+            data["location"] = (*data["location"][:2], self._name(data["location"][2]))
+        if isinstance(data["longrepr"], list):  # of a skipped test or file
+            data["longrepr"] = tuple(data["longrepr"])
+        report = self._hook.pytest_report_from_serializable(config=self._config, data=data)
+        if blocks:
+            report.longrepr = RanksFailure(blocks, self._config)
+        return report
+
+    # The end of a job, as it should be, or not.
+
+    def _end_of_all(self) -> str:
+        statuses = set(self._over.values())
+        if statuses & {pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR}:
+            return self._fault("pytest could not run")
+        patience = Patience(_END)
+        while self._job.status is None and not patience.is_over():
+            time.sleep(_POLL)
+        if self._job.status is None:
+            self.waiting = []
+            return self._fault(f"ranks had not ended {_END:g} s after the last test", stacks=True)
+        if any(status for _, status in self._job.ends()) or (self._job.status and not self._job.ends()):
+            self.waiting = []
+            return self._fault(f"after the last test, {self._job.death()[1]}")
+        self.waiting = []
+        return ""
+
+    def _end_of_some(self) -> str:
+        patience = Patience(_EXIT)
+        while len(self._exits) < self._job.ranks and not patience.is_over():
+            for rank, event in self._job.news():
+                self._take_in(rank, event)
+            time.sleep(_POLL)
+        first = min(self._exits, default=0)
+        if len(self._exits) == self._job.ranks:
+            text = self._exits[first]["text"]
+            if self._exits[first]["interrupted"]:
+                raise self._session.Interrupted(text)
+            pytest.exit(text)
+        blocks = [[f"rank {rank} left the session", event["text"]] for rank, event in self._exits.items()]
+        for rank, event in self._left:
+            blocks.append(
+                [
+                    f"rank {rank} of {self._job.ranks} {event['how']}; others were waiting",
+                    event["report"] or event["text"],
+                ]
+            )
+        others = set(range(self._job.ranks)) - self._exits.keys() - {rank for rank, _ in self._left}
+        return self._end(blocks + self._stacks(sorted(others), "meanwhile"))
+
+    def _fault(self, text: str, stacks: bool = False) -> str:
+        printed = self._job.last_lines(self._printed)
+        blocks = [[text, printed or "nothing was printed"]]
+        return self._end(blocks + (self._stacks(range(self._job.ranks), "at that time") if stacks else []))
+
+    def _end(self, blocks: list[list[Any]]) -> str:
+        """Report a fault of the test that runs, or else of the session; return that test."""
+        if self._is_running:
+            self.fail(self._test, blocks)
+            return self._test
+        when = f"after {self._test}" if self._test else "before its first test"
+        failure: Any = RanksFailure(blocks, self._config)
+        report = pytest.CollectReport(f"the session on {self._job.ranks} ranks, {when}", "failed", failure, [])
+        self._hook.pytest_collectreport(report=report)
+        self.waiting = self.waiting if self._test else []
+        return self._test
+
+    def fail(self, test: str, blocks: list[list[Any]]) -> None:
+        """Report that a test has failed."""
+        location = self._locations.get(test, (test.partition("::")[0], None, self._name(test)))
+        failure: Any = RanksFailure(blocks, self._config)
+        report = pytest.TestReport(self._name(test), location, {}, "failed", failure, "call")
+        self._hook.pytest_runtest_logreport(report=report)
+        self._hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=location)
+
+    def _death(self) -> str:
+        rank, how = self._job.death()
+        return f"a rank {how}" if rank is None else f"rank {rank} of {self._job.ranks} {how}"
+
+    def _stacks(self, ranks: Iterable[int], what: str) -> list[list[Any]]:
+        """Return where these ranks are, without the frames of pytest."""
+        ranks_by_stack: dict[str, list[int]] = {}
+        for rank in ranks:
+            lines = self._job.stack(rank).splitlines()[1:]
+            own = list(takewhile(lambda line: "/_pytest/" not in line, lines))
+            own = [line for line in own if not re.search("/(hypothesis/(core|internal)|pluggy|pce_mpi/testing)/", line)]
+            silent = "waits for the others, as this phase of the test is over here" if lines else "does not answer"
+            ranks_by_stack.setdefault("\n".join(own) or silent, []).append(rank)
+        return [[f"{what}, {ranks_text(ranks)} of {self._job.ranks}", stack] for stack, ranks in ranks_by_stack.items()]
+
+    # Output.
+
+    def _size_of_output(self, rank: int) -> int:
+        path = self._job.folder / f"output-{rank}"
+        return path.stat().st_size if path.exists() else 0
+
+    def _show_output(self) -> None:
+        """With -s, show what the ranks print, as they print it."""
+        if self._config.option.capture != "no":
+            return
+        for rank in range(self._job.ranks):
+            text = self._job.printed(rank, self._shown[rank])
+            whole = text[: text.rfind("\n") + 1]
+            self._shown[rank] += len(whole.encode(errors="replace"))
+            sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in whole.splitlines()))
+        sys.stdout.flush()

@@ -1,0 +1,52 @@
+"""Fixtures for tests on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pce_mpi.comm.library import mpi
+from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.testing.sizes import shape_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@pytest.fixture(scope="session")
+def comm() -> MPI.Intracomm:
+    """All ranks: MPI.COMM_WORLD."""
+    try:
+        return mpi().COMM_WORLD
+    except ImportError as error:
+        pytest.skip(f"comm needs mpi4py and an MPI library: {error}")
+
+
+@pytest.fixture
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    """A mesh of all ranks: a line, dim `ranks`, or as in `@pytest.mark.mesh(data=2, model="rest")`."""
+    try:
+        comm = mpi().COMM_WORLD
+    except ImportError:
+        comm = None
+    size = 1 if comm is None else comm.size
+    shape: dict[str, Any] = {**shape_of(request.node)} or {"ranks": size}
+    known = math.prod(each for each in shape.values() if each != "rest")
+    return Mesh(comm, **{name: size // known if each == "rest" else each for name, each in shape.items()})
+
+
+@pytest.fixture
+def rank_tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """One empty folder for all ranks, which share a file system."""
+    session = request.config.pluginmanager.get_plugin("pce_mpi-ranks")
+    ranks = session.comm if session is not None else None
+    if ranks is None:
+        yield request.getfixturevalue("tmp_path")
+    else:
+        path = request.getfixturevalue("tmp_path") if ranks.rank == 0 else None
+        yield ranks.bcast(path)
+        ranks.Barrier()  # pytest may remove the folder of a test that has passed

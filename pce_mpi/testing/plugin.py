@@ -1,0 +1,66 @@
+"""A plugin of pytest for tests on several ranks, which does nothing until it is asked for.
+
+`pytest --ranks 1,2,3` starts the ranks itself (`controller.py`); `mpiexec -n 3 python -m mpi4py -m pytest` makes one
+session of the ranks that the launcher has started (`session.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from pce_mpi.comm.library import launcher_env, why_apart
+from pce_mpi.testing.controller import Controller
+from pce_mpi.testing.fixtures import comm as comm, mesh as mesh, rank_tmp_path as rank_tmp_path
+from pce_mpi.testing.session import NAME, Orders, RankSession
+from pce_mpi.testing.sizes import parse_sizes
+
+_LIMIT = 300.0
+
+_launched = launcher_env()
+_is_rank = _launched is not None and _launched.size > 1
+# pytest captures standard error from its start to its end.
+_stderr = open(os.dup(2), "w", buffering=1) if _is_rank else sys.stderr
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ranks", "tests on several ranks (pce_mpi)")
+    group.addoption("--ranks", metavar="N,N", help="run the tests on each of these numbers of MPI ranks")
+    group.addoption(
+        "--ranks-timeout",
+        type=float,
+        default=_LIMIT,
+        metavar="SECONDS",
+        help="fail a test in which nothing ends for so many seconds of an idle machine, and show where each rank is "
+        f"(default: {_LIMIT:g})",
+    )
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    plugins = early_config.pluginmanager
+    if _is_rank and not plugins.has_plugin(NAME):
+        from mpi4py import MPI
+
+        if apart := why_apart(MPI.COMM_WORLD):
+            raise pytest.UsageError(apart)
+        size, limit = MPI.COMM_WORLD.size, early_config.known_args_namespace.ranks_timeout
+        plugins.register(RankSession(MPI.COMM_WORLD.Dup(), Orders([], [size], limit=limit), stderr=_stderr), NAME)
+    if (session := plugins.get_plugin(NAME)) is not None:
+        session.begin(early_config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(n, ..., min=n): a test that runs on these numbers of ranks alone")
+    config.addinivalue_line("markers", 'mesh(data=n, model="rest"): the shape of the mesh of all ranks in fixture mesh')
+    option = config.option
+    if not option.ranks or config.pluginmanager.has_plugin(NAME):
+        return
+    sizes = parse_sizes(option.ranks)
+    if getattr(option, "numprocesses", None):
+        raise pytest.UsageError("--ranks starts processes itself: leave out -n of pytest-xdist")
+    if option.usepdb and not (sys.__stdin__.isatty() and sys.__stdout__.isatty()):  # type: ignore[union-attr]
+        raise pytest.UsageError("--pdb with --ranks needs a terminal for standard input and output")
+    config.pluginmanager.register(Controller(config, sizes, option.ranks_timeout), "pce_mpi-controller")

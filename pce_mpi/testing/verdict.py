@@ -1,0 +1,118 @@
+"""How something ended on each rank: told to every rank without waiting for ever, and shown as one failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+import os
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pce_mpi.comm.errors import ranks_text
+from pce_mpi.jobs.patience import Patience
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+    import pytest
+
+# There may be more ranks than cores, so that a rank that waits leaves its core to the others. One that yields it hears
+# of the last rank within microseconds, one that sleeps within a millisecond: at first a rank yields.
+_YIELDS = 1_000
+_NAP = 0.0002
+
+Data = dict[str, Any]  # a report, as pytest serializes it
+
+
+def exchange(comm: MPI.Comm, passed: bool, errors: int, wait: Callable[[float], None]) -> tuple[bool, int]:
+    """Return whether all ranks have passed, and the most errors of a rank; `comm` carries nothing else meanwhile.
+
+    `wait` is told again and again for how many seconds of `Patience` other ranks have been missing; it may end the job.
+    """
+    mine, of_all = np.array([passed, errors]), np.empty((comm.size, 2), int)
+    arrivals = comm.Iallgather(mine, of_all)
+    for _ in range(_YIELDS):
+        if arrivals.Test():
+            break
+        os.sched_yield()
+    else:
+        patience = Patience(0.0)
+        while not arrivals.Test():
+            patience.is_over()
+            wait(-patience.left)
+            time.sleep(_NAP)
+    return bool(of_all[:, 0].all()), int(of_all[:, 1].max())
+
+
+@dataclass(frozen=True)
+class Crash:
+    """The place and the message of a failure, as summaries show them."""
+
+    path: str
+    lineno: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.lineno}: {self.message}"
+
+
+class RanksFailure:
+    """The representation of a failure of some ranks, for reports of pytest: a heading and a body for each text.
+
+    `blocks` are JSON: a heading, and the serialized report of one rank or a text.
+    """
+
+    def __init__(self, blocks: Sequence[Sequence[Any]], config: pytest.Config, message: str = "") -> None:
+        self._blocks = []
+        for heading, body in blocks:
+            if isinstance(body, Mapping):
+                report = config.hook.pytest_report_from_serializable(config=config, data=deepcopy(body))
+                crash = getattr(report.longrepr, "reprcrash", None)
+                text = crash.message if crash else _reason(report)
+                who = heading.partition("; ")[0].removesuffix(f" {report.outcome}") + ": "
+                message = message or (text if who.startswith("every") else who + text)
+                body = report.longrepr if crash else text
+            self._blocks.append((heading, body))
+        self.reprcrash = Crash("", 0, message or self._blocks[0][0])
+
+    def toterminal(self, out: Any) -> None:
+        """Write all blocks to a `TerminalWriter`."""
+        for heading, body in self._blocks:
+            out.sep("-", heading)
+            if hasattr(body, "toterminal"):
+                body.toterminal(out)
+            else:
+                out.line(str(body))
+
+    def __str__(self) -> str:
+        return "\n".join(f"----- {heading}\n{body}" for heading, body in self._blocks)
+
+
+def blocks_of(reports: Sequence[Data]) -> list[list[Any]]:
+    """Return the blocks of a `RanksFailure` from the report of each rank; ranks that say the same share one."""
+    ranks_by_text: dict[tuple[str, str, str], list[int]] = {}
+    for rank, report in enumerate(reports):
+        heard = report.get("heard", "")
+        alike = re.sub(r"\b0x[0-9a-f]+", "0x...", heard or str(report["longrepr"]))
+        ranks_by_text.setdefault((report["outcome"], heard, alike), []).append(rank)
+    passed = sum(report["outcome"] == "passed" for report in reports)
+    held = f"; passed on {passed}" if passed else ""
+    blocks: list[list[Any]] = []
+    for (outcome, heard, _), ranks in sorted(
+        ranks_by_text.items(), key=lambda each: (each[0][0] != "failed", each[0][1])
+    ):
+        where = "every rank" if len(ranks) == len(reports) else ranks_text(ranks)
+        if heard:
+            blocks.append([f"{where} of {len(reports)} heard of it in a call of this package", heard])
+        elif outcome != "passed":
+            blocks.append([f"{where} of {len(reports)} {outcome}{held}", reports[ranks[0]]])
+    return blocks
+
+
+def _reason(report: Any) -> str:
+    """Return the text of a report that has no place of a failure, such as that of a skipped test."""
+    text = report.longrepr
+    return str(text[2] if isinstance(text, Sequence) and not isinstance(text, str) else text)
