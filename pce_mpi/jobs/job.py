@@ -96,9 +96,9 @@ class Job:
         ranks = {pid: rank for rank, pid in self._pids.items()}
         return [(ranks.get(int(pid)), int(status)) for pid, status in pairs]
 
-    def death(self) -> tuple[int | None, str]:
-        """Return the rank that ended first, None if that is not known, and how it ended."""
-        if not (ends := self.ends()):
+    def death(self, failed: bool = False) -> tuple[int | None, str]:
+        """Return the rank that ended first, or first with another status than 0, None if not known, and how it did."""
+        if not (ends := [end for end in self.ends() if end[1] or not failed]):
             return None, f"is gone: the launcher ended with exit status {self.status}"
         rank, status = ends[0]
         if status >= 0:

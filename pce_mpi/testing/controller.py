@@ -22,7 +22,7 @@ from pce_mpi.jobs.job import Job
 from pce_mpi.jobs.mpiexec import LaunchError, mpiexec
 from pce_mpi.jobs.patience import Patience
 from pce_mpi.testing.session import Orders
-from pce_mpi.testing.sizes import at_size
+from pce_mpi.testing.sizes import at_size, with_size
 from pce_mpi.testing.verdict import RanksFailure
 
 # Tests that end their session are left behind, but not any number of them: a hang takes its time.
@@ -38,8 +38,9 @@ _POLL = 0.01
 class Controller:
     """The plugin of the session that the user has started."""
 
-    def __init__(self, config: pytest.Config, sizes: list[int], limit: float) -> None:
+    def __init__(self, config: pytest.Config, sizes: list[int], limit: float, terminal: str) -> None:
         self._config, self._limit = config, limit
+        self._terminal = terminal if config.option.usepdb else ""
         self._sizes, self._why_not = sizes, ""
         if max(sizes) > 1:
             try:
@@ -84,17 +85,16 @@ class Controller:
     def _run(self, session: pytest.Session, size: int, arguments: list[str]) -> None:
         # Plain `pytest` leaves the folder that it is started in off the path, `python -m pytest` does not.
         isolated = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-        terminal = os.ttyname(0) if self._config.option.usepdb else ""
         after = ""
         for _ in range(_MOST_SESSIONS):
-            orders = Orders(arguments, self._sizes, self._why_not, after, self._limit, terminal)
+            orders = Orders(arguments, self._sizes, self._why_not, after, self._limit, self._terminal)
             with Job(size, [*isolated, "-m", "pce_mpi.testing.rank"], orders.write, alone=size == 1) as job:
                 course = _Course(session, job, orders)
                 after = course.follow()
             if not course.waiting:
                 return
         text = f"{_MOST_SESSIONS} tests have ended their session: {len(course.waiting)} tests are not run"
-        course.fail(course.waiting[0], [["not run", text]])
+        course.fail(course.waiting[0], [["not run", text, ""]])
 
 
 class _Course:
@@ -109,7 +109,6 @@ class _Course:
         self._over: dict[int, int] = {}  # how the session of each rank has ended
         self._exits: dict[int, dict[str, Any]] = {}
         self._left: list[tuple[int, dict[str, Any]]] = []
-        self._printed = [0] * job.ranks
         self._shown = [0] * job.ranks
 
     def follow(self) -> str:
@@ -144,6 +143,7 @@ class _Course:
                 if not self._orders.after:
                     self._session.testscollected += len(tests)
                 if terminal := self._config.pluginmanager.get_plugin("terminalreporter"):
+                    terminal._numcollected += len(tests)  # the reports of files, which it counts, do not come here
                     terminal.pytest_deselected([SimpleNamespace(nodeid="")] * deselected)
                 if self._config.option.collectonly:
                     print(*map(self._name, tests), sep="\n")
@@ -152,7 +152,6 @@ class _Course:
                 self._hook.pytest_collectreport(report=self._report(report))
             case {"event": "started", "test": test, "location": location}:
                 self._test, self._is_running = test, True
-                self._printed = [self._size_of_output(each) for each in range(self._job.ranks)]
                 self._locations[test] = (*location[:2], self._name(location[2]))
                 self.waiting.remove(test)
                 self._hook.pytest_runtest_logstart(nodeid=self._name(test), location=self._locations[test])
@@ -175,7 +174,7 @@ class _Course:
                 self._over[rank] = status
 
     def _name(self, test: str) -> str:
-        return f"{test}@{self._job.ranks}"
+        return with_size(test, self._job.ranks)
 
     def _report(self, data: dict[str, Any]) -> Any:
         """Return a report of the ranks as one of this session."""
@@ -204,7 +203,7 @@ class _Course:
             return self._fault(f"ranks had not ended {_END:g} s after the last test", stacks=True)
         if any(status for _, status in self._job.ends()) or (self._job.status and not self._job.ends()):
             self.waiting = []
-            return self._fault(f"after the last test, {self._job.death()[1]}")
+            return self._fault(f"after the last test, {self._death(failed=True)}")
         self.waiting = []
         return ""
 
@@ -220,20 +219,20 @@ class _Course:
             if self._exits[first]["interrupted"]:
                 raise self._session.Interrupted(text)
             pytest.exit(text)
-        blocks = [[f"rank {rank} left the session", event["text"]] for rank, event in self._exits.items()]
+        blocks = [[f"rank {rank} left the session", event["text"], ""] for rank, event in self._exits.items()]
+        waiting = "; others were waiting" * (len(self._left) < self._job.ranks)
         for rank, event in self._left:
-            blocks.append(
-                [
-                    f"rank {rank} of {self._job.ranks} {event['how']}; others were waiting",
-                    event["report"] or event["text"],
-                ]
-            )
+            who = f"rank {rank} of {self._job.ranks}"
+            blocks.append([f"{who} {event['how']}{waiting}", event["report"] or event["text"], f"{who}: "])
         others = set(range(self._job.ranks)) - self._exits.keys() - {rank for rank, _ in self._left}
         return self._end(blocks + self._stacks(sorted(others), "meanwhile"))
 
     def _fault(self, text: str, stacks: bool = False) -> str:
-        printed = self._job.last_lines(self._printed)
-        blocks = [[text, printed or "nothing was printed"]]
+        printed = self._job.last_lines([0] * self._job.ranks)
+        for rank in range(self._job.ranks):  # a stack is the end of what a rank prints, and longer than what is shown
+            _, crash, stack = self._job.printed(rank, 0).rpartition("Fatal Python error")
+            printed = f"{crash}{stack.partition('/_pytest/')[0].rpartition(chr(10))[0]}" if crash else printed
+        blocks = [[text, printed or "nothing was printed", ""]]
         return self._end(blocks + (self._stacks(range(self._job.ranks), "at that time") if stacks else []))
 
     def _end(self, blocks: list[list[Any]]) -> str:
@@ -256,8 +255,8 @@ class _Course:
         self._hook.pytest_runtest_logreport(report=report)
         self._hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=location)
 
-    def _death(self) -> str:
-        rank, how = self._job.death()
+    def _death(self, failed: bool = False) -> str:
+        rank, how = self._job.death(failed)
         return f"a rank {how}" if rank is None else f"rank {rank} of {self._job.ranks} {how}"
 
     def _stacks(self, ranks: Iterable[int], what: str) -> list[list[Any]]:
@@ -269,13 +268,11 @@ class _Course:
             own = [line for line in own if not re.search("/(hypothesis/(core|internal)|pluggy|pce_mpi/testing)/", line)]
             silent = "waits for the others, as this phase of the test is over here" if lines else "does not answer"
             ranks_by_stack.setdefault("\n".join(own) or silent, []).append(rank)
-        return [[f"{what}, {ranks_text(ranks)} of {self._job.ranks}", stack] for stack, ranks in ranks_by_stack.items()]
+        return [
+            [f"{what}, {ranks_text(ranks)} of {self._job.ranks}", stack, ""] for stack, ranks in ranks_by_stack.items()
+        ]
 
     # Output.
-
-    def _size_of_output(self, rank: int) -> int:
-        path = self._job.folder / f"output-{rank}"
-        return path.stat().st_size if path.exists() else 0
 
     def _show_output(self) -> None:
         """With -s, show what the ranks print, as they print it."""

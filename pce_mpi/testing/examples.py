@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     import pytest
 
-    from pce_mpi.testing.session import RankSession
-
-_session: RankSession | None = None
+_session: Any = None  # the `RankSession` of this process
 
 
 class in_step:
@@ -73,7 +71,7 @@ class in_step:
         verdicts = self._verdicts.allgather({"outcome": outcome, "longrepr": text})
         if all(each["outcome"] == "withdrawn" for each in verdicts):
             return
-        texts = [f"----- {heading}\n{verdict['longrepr']}" for heading, verdict in blocks_of(verdicts)]
+        texts = [f"----- {heading}\n{verdict['longrepr']}" for heading, verdict, _ in blocks_of(verdicts)]
         try:
             raise AssertionError("\n".join(texts))
         except AssertionError as failure:
@@ -102,7 +100,7 @@ def _keyval() -> int:
     return MPI.Comm.Create_keyval()
 
 
-def keep_in_step(items: Iterable[pytest.Item], session: RankSession) -> None:
+def keep_in_step(items: Iterable[pytest.Item], session: Any) -> None:
     """Have the tests of Hypothesis among these run each example on all ranks together."""
     global _session
     _session = session

@@ -21,7 +21,8 @@ _LIMIT = 300.0
 
 _launched = launcher_env()
 _is_rank = _launched is not None and _launched.size > 1
-# pytest captures standard error from its start to its end.
+# pytest captures standard input, output and error from its start to its end.
+_terminal = os.ttyname(0) if os.isatty(0) and os.isatty(1) else ""
 _stderr = open(os.dup(2), "w", buffering=1) if _is_rank else sys.stderr
 
 
@@ -61,6 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
     sizes = parse_sizes(option.ranks)
     if getattr(option, "numprocesses", None):
         raise pytest.UsageError("--ranks starts processes itself: leave out -n of pytest-xdist")
-    if option.usepdb and not (sys.__stdin__.isatty() and sys.__stdout__.isatty()):  # type: ignore[union-attr]
+    if option.usepdb and not _terminal:
         raise pytest.UsageError("--pdb with --ranks needs a terminal for standard input and output")
-    config.pluginmanager.register(Controller(config, sizes, option.ranks_timeout), "pce_mpi-controller")
+    config.pluginmanager.register(Controller(config, sizes, option.ranks_timeout, _terminal), "pce_mpi-controller")

@@ -37,7 +37,8 @@ from pce_mpi.text import bounded
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# A rank that failed may have left others inside a collective. It gives them so many seconds of `Patience` to get out.
+# A rank that failed may have left others inside a collective. It gives them so many seconds of `Patience` to get out,
+# or a part of the limit.
 _GRACE = 5.0
 
 # Captured output of a phase beyond so many characters loses its middle.
@@ -143,7 +144,7 @@ class RankSession:
         try:
             result = yield
         except Exception as error:
-            self._write("left", where="the collection of tests", text=str(error))
+            self._write("left", where="collection", how="could not collect its tests", text=str(error), report=None)
             raise
         self._agree_on_collection(session)
         tests = [item.nodeid for item in session.items]
@@ -160,7 +161,7 @@ class RankSession:
     def _agree_on_collection(self, session: pytest.Session) -> None:
         of_ranks = [(self._collected, [item.nodeid for item in session.items])]
         if self.comm:
-            exchange(self.comm, True, 0, self.waiting("the collection of tests"))
+            exchange(self.comm, True, 0, self.waiting("collection"))
             of_ranks = self.comm.allgather(of_ranks[0])
         reports, tests = zip(*of_ranks, strict=True)
         everywhere = set(tests[0]).intersection(*tests)
@@ -173,7 +174,7 @@ class RankSession:
                 continue
             blocks: list[list[Any]] = blocks_of(of_name)
             if name in faulty:
-                blocks += [["tests that some ranks alone have found", _tests_of_some(name, tests)]]
+                blocks += [["tests that some ranks alone have found", _tests_of_some(name, tests), ""]]
             failure: Any = RanksFailure(blocks, self.config)
             report = pytest.CollectReport(name, "failed", failure, [])
             vars(report)["blocks"] = blocks
@@ -282,7 +283,7 @@ class RankSession:
         """Return what to do while other ranks are missing: end the job, if this one has a text to tell."""
 
         def wait(seconds: float) -> None:
-            if text and seconds > _GRACE:
+            if text and seconds > min(_GRACE, self.orders.limit / 4):
                 self._leave(where, how, text, report)
             elif not self._journal and seconds > self.orders.limit:
                 self._leave(where, f"waited {self.orders.limit:g} s", "")

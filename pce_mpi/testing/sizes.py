@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 
 
-def at_size(test: str) -> tuple[str, int]:
-    """Return the name of a test without the number of ranks after it, and that; 0 where there is none.
+def with_size(test: str, size: int) -> str:
+    """Return the name of a test on so many ranks: the number stands before the parameters.
 
-    >>> at_size("tests/test_sum.py::test_total@3")
-    ('tests/test_sum.py::test_total', 3)
+    >>> with_size("tests/test_sum.py::test_total[int]", 3)
+    'tests/test_sum.py::test_total@3[int]'
     """
-    name = re.fullmatch(r"(.*::.*)@(\d+)", test, re.DOTALL)
-    return (name[1], int(name[2])) if name else (test, 0)
+    path, colons, names = test.partition("::")
+    name, bracket, parameters = (names if colons else path).partition("[")
+    return f"{path if colons else ''}{colons}{name}@{size}{bracket}{parameters}"
+
+
+def at_size(test: str) -> tuple[str, int]:
+    """Return the name of a test without the number of ranks in it, and that; 0 where there is none.
+
+    >>> at_size("tests/test_sum.py::test_total@3[int]")
+    ('tests/test_sum.py::test_total[int]', 3)
+    """
+    found = re.fullmatch(r"([^\[]*::[^\[]*)@(\d+)(\[.*)?", test, re.DOTALL)
+    return (found[1] + (found[3] or ""), int(found[2])) if found else (test, 0)
 
 
 def parse_sizes(text: str) -> list[int]:

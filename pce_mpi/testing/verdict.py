@@ -62,18 +62,17 @@ class Crash:
 class RanksFailure:
     """The representation of a failure of some ranks, for reports of pytest: a heading and a body for each text.
 
-    `blocks` are JSON: a heading, and the serialized report of one rank or a text.
+    `blocks` are JSON: a heading, the serialized report of one rank or a text, and whose it is, for a line of summary.
     """
 
-    def __init__(self, blocks: Sequence[Sequence[Any]], config: pytest.Config, message: str = "") -> None:
-        self._blocks = []
-        for heading, body in blocks:
+    def __init__(self, blocks: Sequence[Sequence[Any]], config: pytest.Config) -> None:
+        self._blocks, message = [], ""
+        for heading, body, who in blocks:
             if isinstance(body, Mapping):
                 report = config.hook.pytest_report_from_serializable(config=config, data=deepcopy(body))
                 crash = getattr(report.longrepr, "reprcrash", None)
                 text = crash.message if crash else _reason(report)
-                who = heading.partition("; ")[0].removesuffix(f" {report.outcome}") + ": "
-                message = message or (text if who.startswith("every") else who + text)
+                message = message or f"{who}{text}"
                 body = report.longrepr if crash else text
             self._blocks.append((heading, body))
         self.reprcrash = Crash("", 0, message or self._blocks[0][0])
@@ -100,15 +99,17 @@ def blocks_of(reports: Sequence[Data]) -> list[list[Any]]:
         ranks_by_text.setdefault((report["outcome"], heard, alike), []).append(rank)
     passed = sum(report["outcome"] == "passed" for report in reports)
     held = f"; passed on {passed}" if passed else ""
+    own = [rank for rank, report in enumerate(reports) if report["outcome"] != "passed" and not report.get("heard")]
+    who = f"{ranks_text(own)} of {len(reports)}: " if len(own) < len(reports) else ""
     blocks: list[list[Any]] = []
     for (outcome, heard, _), ranks in sorted(
         ranks_by_text.items(), key=lambda each: (each[0][0] != "failed", each[0][1])
     ):
         where = "every rank" if len(ranks) == len(reports) else ranks_text(ranks)
         if heard:
-            blocks.append([f"{where} of {len(reports)} heard of it in a call of this package", heard])
+            blocks.append([f"{where} of {len(reports)} heard of it in a call of this package", heard, who])
         elif outcome != "passed":
-            blocks.append([f"{where} of {len(reports)} {outcome}{held}", reports[ranks[0]]])
+            blocks.append([f"{where} of {len(reports)} {outcome}{held}", reports[ranks[0]], who])
     return blocks
 
 

@@ -202,7 +202,7 @@ def test_command_exists(command):
         # Several machines, which a test on one cannot start: at least the program is started as all others are.
         assert words[0] == "sbatch" or re.search(r"python -m (mpi4py|pce_mpi) ", command)
     else:
-        assert words[0] in ("git", ".", "export", "module", "diff", "tail")
+        assert words[0] in ("git", ".", "export", "module", "diff", "tail", "pytest")
 
 
 def check_command_line(arguments):

@@ -1,93 +1,21 @@
-"""The harness on tests that go wrong: each program below is a test suite of its own, run at 2 or 3 ranks."""
+"""The harness of this suite, each test on a suite of its own: what runs, beside what, and how that is told."""
 
 import mmap
 import os
 from pathlib import Path
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
-from jobs.launch import ROOT, complete, job_environment, launch_source
-from jobs.suites import closing_line, last_words, new_suite, pytest_at, reports, run, run_at, write
+from jobs.launch import ROOT, complete, job_environment, launch_source, output_of
+from jobs.suites import change, closing_line, run, write
+from pce_mpi.jobs.patience import wait_until
 from run import SETTLED, SHARED_MEMORY, remove_memory_left_behind
-
-# A test that goes wrong on one rank
-
-
-@pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory):
-    """A run of tests each of which goes wrong on rank 1 of 3."""
-    return run_at(
-        new_suite(tmp_path_factory.mktemp("one_rank")),
-        3,
-        """
-        from mpi4py import MPI
-        import pytest
-
-        here = MPI.COMM_WORLD.rank == 1
-
-        @pytest.fixture
-        def resource(request):
-            fail_in(request, "setup")
-            yield
-            fail_in(request, "teardown")
-
-        def fail_in(request, phase):
-            print("rank", MPI.COMM_WORLD.rank, "was here")
-            assert not (request.node.name == f"test_{phase}" and here), "the middle rank is unwell"
-
-        def test_setup(comm, resource, request):
-            fail_in(request, "call")
-
-        test_call = test_teardown = test_setup
-
-        @pytest.mark.skipif(here, reason="not here")
-        def test_skip_by_mark(comm):
-            pass
-
-        def test_skip_within(comm):
-            if here:
-                pytest.skip("not here")
-
-        @pytest.mark.xfail(strict=False)
-        def test_xfail(comm):
-            assert not here
-
-        def test_that_comes_after_them(comm):
-            assert comm.allreduce(1) == comm.size
-        """,
-    )
-
-
-def test_failures_on_one_rank_are_counted(on_one_rank):
-    assert on_one_rank.returncode == 1
-    assert closing_line(on_one_rank) == "1 passed, 6 failed, 0 skipped"
-    assert "test_xfail" in reports(on_one_rank)
-
-
-@pytest.mark.parametrize("phase", ["setup", "call", "teardown"])
-def test_failure_on_one_rank_has_its_text(on_one_rank, phase):
-    report = reports(on_one_rank)[f"test_{phase}"]
-    assert report.startswith(f" failed ({phase})")
-    assert "failed on rank 1 of 3" in report
-    assert "the middle rank is unwell" in report
-    assert "rank 1 was here" in report
-
-
-@pytest.mark.parametrize("how", ["by_mark", "within"])
-def test_skip_on_one_rank_is_failure(on_one_rank, how):
-    report = reports(on_one_rank)[f"test_skip_{how}"]
-    assert "skipped on rank 1 of 3" in report
-    assert "not here" in report
-
-
-def test_failures_are_repeated_after_table(on_one_rank):
-    *failures, _ = last_words(on_one_rank)
-    assert len(failures) == 6
-    assert "failed: 3 ranks: tests/ranks/test_it.py::test_call: AssertionError: the middle rank is unwell" in failures
 
 
 def test_ci_ends_with_failures_of_all_steps(tmp_path):
@@ -126,114 +54,6 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
     assert "fine" not in end
 
 
-# Collection
-
-
-# Tests with a fault that is no failure of one of them, what is said of it, and the closing line.
-FAULTY = {
-    "one rank has an import error": (
-        """
-        from mpi4py import MPI
-
-        if MPI.COMM_WORLD.rank == 1:
-            raise ImportError("not on this rank")
-
-        def test_it(comm):
-            pass
-        """,
-        ["failed on rank 1 of 2", "ImportError: not on this rank"],
-        "0 passed, 1 failed, 0 skipped",
-    ),
-    "ranks collect different tests": (
-        """
-        from mpi4py import MPI
-
-        def test_of_all(comm):
-            pass
-
-        if MPI.COMM_WORLD.rank == 1:
-            def test_of_one(comm):
-                pass
-        """,
-        ["rank 0 and rank 1 collected different tests", "test_of_one"],
-        "",
-    ),
-    "no test is executed": (
-        "import pytest\n\n@pytest.mark.skip\ndef test_it(comm):\n    pass",
-        ["no test was executed"],
-        "",
-    ),
-    "a rank exits with an error": (
-        """
-        import atexit, os
-
-        def test_it(comm):
-            if comm.rank == 1:
-                atexit.register(os._exit, 3)
-        """,
-        ["though no test failed"],
-        "1 passed, 1 failed, 0 skipped",
-    ),
-}
-
-
-@pytest.mark.parametrize(("source", "said", "closing"), FAULTY.values(), ids=FAULTY)
-def test_run_fails_and_says_why(suite, source, said, closing):
-    job = run_at(suite, 2, source)
-    assert job.returncode == 1
-    for words in said:
-        assert words in job.stdout
-    assert closing in closing_line(job)
-
-
-def test_ranks_stop_together_and_rank_0_alone_reports(suite):
-    write(
-        suite,
-        "tests/ranks/test_it.py",
-        """
-        import pytest
-
-        @pytest.mark.skip(reason="not anywhere")
-        def test_that_is_skipped(comm):
-            pass
-
-        def test_that_fails_on_all_ranks(comm):
-            print("seen", "once")
-            assert False
-
-        def test_that_fails_on_one_rank(comm):
-            assert comm.rank == 0
-
-        def test_that_is_never_run(comm):
-            pass
-        """,
-    )
-    job = pytest_at(3, suite, "--maxfail=2", "-rs")
-    assert job.returncode == 1
-    assert job.stdout.count("test session starts") == 1
-    assert job.stdout.count("2 failed, 1 skipped") == 1
-    assert job.stdout.count("not anywhere") == 1
-    assert "stopping after 2 failures" in job.stdout
-    # One block for ranks that say the same; a warning that the MPI library printed on one of them makes two.
-    everywhere = re.search(r"_ test_that_fails_on_all_ranks _.*?_ test_that_fails_on_one_rank _", job.stdout, re.DOTALL)
-    blocks = everywhere[0].count("----- failed on")
-    assert 1 <= blocks <= 3, job.stdout
-    assert job.stdout.count("seen once") == blocks, job.stdout
-
-
-def test_mpiexec_of_another_mpi_is_named(suite):
-    write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    pass")
-    environment = {**job_environment(1), "OMPI_COMM_WORLD_SIZE": "3"}
-    job = complete([sys.executable, "-m", "pytest", "tests/ranks"], cwd=suite, env=environment)
-    assert job.returncode != 0
-    assert "launched as 3 ranks (OMPI_COMM_WORLD_SIZE=3), but MPI sees 1" in job.stdout + job.stderr
-
-
-def test_ranks_need_no_mpiexec_at_size_1(suite):
-    write(suite, "tests/ranks/test_it.py", "def test_it(comm):\n    assert comm.size == 1")
-    assert complete([sys.executable, "-m", "pytest", "tests/ranks"], cwd=suite).returncode == 0
-
-
 # tests/run.py
 
 
@@ -268,34 +88,10 @@ def test_run_tells_outcome_by_size_and_in_total(suite):
     assert job.returncode == 0
     words = [line.split() for line in job.stdout.splitlines()]
     assert ["passed", "failed", "skipped", "seconds"] in words
-    assert ["1", "rank", "2", "0", "1"] in [line[:5] for line in words]
-    assert ["2", "ranks", "3", "0", "0"] in [line[:5] for line in words]
-    assert ["3", "ranks", "1", "0", "0"] in [line[:5] for line in words]
-    assert ["4", "ranks", "1", "0", "0"] in [line[:5] for line in words]
+    assert ["1", "rank", "2", "0", "2"] in [line[:5] for line in words]
+    assert ["2", "ranks", "3", "0", "1"] in [line[:5] for line in words]
     assert ["jobs/test_it", "1", "0", "0"] in [line[:4] for line in words]
-    assert closing_line(job) == "8 passed, 0 failed, 1 skipped"
-
-
-@pytest.mark.parametrize("start", ["run", "pytest"])
-def test_no_test_runs_at_sizes_of_others(suite, start):
-    write(
-        suite,
-        "tests/ranks/test_it.py",
-        """
-        import pytest
-
-        @pytest.mark.ranks(1)
-        def test_of_one_rank(comm):
-            assert comm.size == 1
-
-        @pytest.mark.ranks(1, 2)
-        def test_of_two_ranks_or_one(comm):
-            assert comm.size == 2
-        """,
-    )
-    job = run(suite, "-n", "2", "--no-jobs") if start == "run" else pytest_at(2, suite)
-    assert job.returncode == 0, job.stdout
-    assert ("2 passed, 0 failed" if start == "run" else "1 passed, 1 deselected") in closing_line(job)
+    assert closing_line(job) == "6 passed, 0 failed, 3 skipped"
 
 
 def test_file_that_waits_runs_beside_another(suite):
@@ -334,6 +130,47 @@ def test_run_with_selection_needs_tests_at_some_size(suite):
     nothing = run(suite, "-n", "1", "-k", "test_of_nobody")
     assert nothing.returncode == 1
     assert "no test was executed" in nothing.stdout
+
+
+def test_hang_of_job_fails_alone_without_leftovers(suite):
+    change(suite, "tests/run.py", "SILENCE = 150", "SILENCE = 3")
+    write(
+        suite,
+        "tests/jobs/test_it.py",
+        f"""
+        import os, subprocess, sys
+        from jobs.launch import job_command
+
+        HANG = "import os, signal, sys; print(os.getpid(), file=open(sys.argv[1], 'a')); signal.pause()"
+
+        def test_that_hangs():
+            subprocess.run(job_command(2, "-c", HANG, {str(suite / "pids")!r}), start_new_session=True)
+
+        def test_after_it():
+            pass
+        """,
+    )
+    job = run(suite, "tests/jobs")
+    assert "no phase of a test has ended" in job.stdout and "in test_that_hangs" in job.stdout
+    assert closing_line(job) == "1 passed, 1 failed, 0 skipped"
+    pids = (suite / "pids").read_text().split()
+    assert len(pids) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="one core runs one thing at a time")
+def test_interrupted_run_ends_ranks_and_jobs_together(suite):
+    pids = suite / "pids"
+    sleep = f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n') and time.sleep(300)"
+    write(suite, "tests/ranks/test_it.py", f"import os, time\n\ndef test_it(comm):\n    {sleep}")
+    write(suite, "tests/jobs/test_it.py", f"import os, time\n\ndef test_it():\n    {sleep}")
+    process = subprocess.Popen([sys.executable, "tests/run.py"], cwd=suite, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
+    process.send_signal(signal.SIGINT)
+    printed, _ = output_of(process)
+    assert process.returncode == 1
+    assert "interrupted in 1 rank and jobs" in printed
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
 
 
 @pytest.mark.skipif(not Path(SHARED_MEMORY).exists(), reason="MPICH shares memory elsewhere")
@@ -383,3 +220,9 @@ def test_launch_hands_on_size_arguments_and_environment(launched):
 def test_launch_gives_each_rank_one_thread(launched):
     assert "red, 1;" in launched.stdout
     assert job_environment(1)["OPENBLAS_NUM_THREADS"] == "1"
+
+
+def test_launch_ends_long_job_and_shows_stacks():
+    program = "import sys, time; print('still alive', flush=True)\ndef hang(): time.sleep(300)\nhang()"
+    with pytest.raises(TimeoutError, match=r"(?s)still alive.*in hang"):
+        launch_source(2, program, limit=3)

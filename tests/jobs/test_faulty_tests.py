@@ -1,0 +1,345 @@
+"""Tests that go wrong on some ranks, in every way: `pytest --ranks` tells which test and which ranks, and goes on."""
+
+from collections.abc import Iterable
+import os
+from pathlib import Path
+import pty
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from xml.etree import ElementTree
+
+import pytest
+
+from jobs.faulty_tests import AFTER, FAULTS, NOT_COLLECTED, START
+from jobs.launch import ROOT, CompletedJob, complete, job_command, job_environment, output_of, stop
+from pce_mpi.jobs.patience import slowdown, wait_until
+from pce_mpi.testing.sizes import at_size
+
+# Seconds in which no phase of a test ends.
+SILENCE = 4
+
+
+def write(folder: Path, source: str, name: str = "it") -> Path:
+    (folder / f"test_{name}.py").write_text(textwrap.dedent(source), encoding="utf-8")
+    return folder
+
+
+def run(folder: Path, *arguments: str, limit: float = 100.0) -> CompletedJob:
+    command = [sys.executable, "-m", "pytest", "--color=no", f"--ranks-timeout={SILENCE}", *arguments]
+    return complete(command, cwd=folder, limit=limit, env={**job_environment(3), "COLUMNS": "150"})
+
+
+def cases_of(report: Path) -> dict[str, str]:
+    """Return what a report in JUnit's format says of each test: all that went wrong, or nothing."""
+    cases: dict[str, str] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        test = f"{case.get('classname')}::{case.get('name')}"
+        wrong: Iterable[ElementTree.Element] = (each for each in case if each.tag in ("failure", "error"))
+        cases[test] = cases.get(test, "") + "\n".join(f"{each.get('message')}\n{each.text}" for each in wrong)
+    return cases
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory):
+    """The cases of all faults, in one run on 3 ranks, and its output."""
+    folder = tmp_path_factory.mktemp("faulty")
+    for name, (source, _) in {**FAULTS, **NOT_COLLECTED}.items():
+        write(folder, START + source + AFTER, name)
+    options = ["--continue-on-collection-errors", "--junitxml=report.xml"]
+    job = run(folder, "--ranks=3", *options, limit=400)
+    assert "test session starts" in job.stdout, job.stdout + job.stderr
+    return job, cases_of(folder / "report.xml")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_names_its_test_and_its_ranks(faulty, name):
+    _, cases = faulty
+    for words in FAULTS[name][1]:
+        assert words in cases[f"test_{name}::test_it@3"]
+    assert cases[f"test_{name}::test_after@3"] == ""
+
+
+@pytest.mark.parametrize("name", NOT_COLLECTED)
+def test_file_that_ranks_find_differently_fails_alone(faulty, name):
+    _, cases = faulty
+    for words in NOT_COLLECTED[name][1]:
+        assert words in cases[f"::test_{name}"]
+    assert f"test_{name}::test_after@3" not in cases
+
+
+def test_every_fault_is_counted_once(faulty):
+    job, cases = faulty
+    assert job.returncode == 1
+    assert len([test for test in cases if "::test_it" in test]) == len(FAULTS)
+    assert len([test for test, wrong in cases.items() if wrong]) == len(FAULTS) + len(NOT_COLLECTED)
+    assert len(job.stdout) < 1_000_000
+
+
+def test_rank_that_exits_after_its_tests_is_told(tmp_path):
+    job = run(
+        write(tmp_path, START + "import atexit\n\ndef test_it():\n    if here:\n        atexit.register(os._exit, 3)"),
+        "--ranks=2",
+    )
+    assert job.returncode == 1
+    assert "rank 1 of 2 ended with exit status 3" in job.stdout
+    assert "after test_it.py::test_it" in job.stdout or "after the last test" in job.stdout
+
+
+def test_rank_that_does_not_begin_is_told(tmp_path):
+    job = run(write(tmp_path, START + "os._exit(3 * here)\n"), "--ranks=2")
+    assert job.returncode == 1
+    assert "before its first test" in job.stdout
+    assert "ended with exit status" in job.stdout
+
+
+ORDINARY = """
+    from pathlib import Path
+    import warnings
+
+    import pytest
+
+    @pytest.fixture(scope="module", params=["a", "b"])
+    def letter(request):
+        return request.param
+
+    def test_letter(comm, letter):
+        print("seen on", comm.rank)
+        assert comm.allreduce(1) == comm.size
+
+    @pytest.mark.ranks(2)
+    def test_of_two(comm):
+        assert comm.size == 2
+
+    @pytest.mark.ranks(min=2)
+    def test_of_several(comm):
+        assert comm.size > 1
+
+    @pytest.mark.ranks(5, 7)
+    def test_of_others(comm):
+        assert False
+
+    @pytest.mark.mesh(data=2, model="rest")
+    def test_mesh(mesh):
+        assert str(mesh) == f"Mesh(data=2, model={mesh.size // 2})"
+
+    @pytest.mark.parametrize("mesh", [{"rows": 3}, {"all": "rest"}], indirect=True, ids=str)
+    def test_mesh_by_parameter(mesh, comm):
+        assert mesh.size == comm.size
+
+    def test_folder(comm, rank_tmp_path):
+        (rank_tmp_path / str(comm.rank)).touch()
+        comm.Barrier()
+        assert len([*rank_tmp_path.iterdir()]) == comm.size
+
+    @pytest.mark.xfail(strict=True)
+    def test_expected():
+        warnings.warn("careful")
+        assert False
+
+    @pytest.mark.skip(reason="nowhere")
+    def test_skipped():
+        pass
+    """
+
+
+def test_ordinary_tests_run_at_their_sizes(tmp_path):
+    job = run(write(tmp_path, ORDINARY), "--ranks=1,2,3", "-rs", "-v", "--durations=3", "--junitxml=report.xml")
+    assert job.returncode == 0, job.stdout
+    cases = cases_of(tmp_path / "report.xml")
+    sizes = {
+        name: [at_size(test)[1] for test in cases if at_size(test)[0] == f"test_it::{name}"]
+        for name in ("test_letter[a]", "test_of_two", "test_of_several", "test_of_others", "test_mesh", "test_folder")
+    }
+    assert sizes == {
+        "test_letter[a]": [1, 2, 3],
+        "test_of_two": [2],
+        "test_of_several": [2, 3],
+        "test_of_others": [1],
+        "test_mesh": [2],
+        "test_folder": [1, 2, 3],
+    }
+    assert "runs on 5 or 7 ranks, which 1 and 2 and 3 are not" in job.stdout
+    assert "UserWarning: careful" in job.stdout and ", 3 warnings in" in job.stdout
+    assert "slowest 3 durations" in job.stdout
+    assert "test_it.py::test_of_two@2 PASSED" in job.stdout
+
+
+def test_last_failures_and_names_run_alone(tmp_path):
+    write(tmp_path, "def test_bad(comm):\n    assert comm.size != 2\n\ndef test_good():\n    pass")
+    assert "1 failed, 3 passed" in run(tmp_path, "--ranks=1,2").stdout
+    last = run(tmp_path, "--ranks=1,2", "--lf")
+    assert "test_it.py::test_bad@2" in last.stdout and "1 failed in" in last.stdout.splitlines()[-1]
+    assert "1 failed in" in run(tmp_path, "--ranks=1,2", "test_it.py::test_bad@2").stdout
+    assert "2 passed, 2 deselected" in run(tmp_path, "--ranks=1,2", "-k", "good").stdout
+    listed = run(tmp_path, "--ranks=1,2", "--collect-only", "-q").stdout
+    assert "test_it.py::test_good@2" in listed and "passed" not in listed
+
+
+def test_first_failure_ends_the_session(tmp_path):
+    write(tmp_path, START + "def test_bad():\n    assert not here\n\ndef test_good():\n    pass")
+    job = run(tmp_path, "--ranks=2,3", "-x")
+    assert "stopping after 1 failures" in job.stdout
+    assert job.stdout.splitlines()[-1].startswith("=") and "1 failed in" in job.stdout.splitlines()[-1]
+
+
+def test_output_is_shown_as_it_comes(tmp_path):
+    job = run(write(tmp_path, "def test_it(comm):\n    print('seen on', comm.rank)"), "--ranks=2", "-s")
+    assert "[rank 0] seen on 0" in job.stdout
+    assert "[rank 1] seen on 1" in job.stdout
+
+
+def test_without_mpi_other_sizes_are_told(tmp_path):
+    write(tmp_path, "import pytest\n\ndef test_it():\n    pass\n\n@pytest.mark.ranks(2)\ndef test_two():\n    pass")
+    environment = {**job_environment(1), "PATH": "/usr/bin:/bin", "MPIEXEC": "", "COLUMNS": "150"}
+    python = tmp_path / "python"  # beside which there is no mpiexec
+    python.symlink_to(sys.executable)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    job = complete(
+        [str(python), "-m", "pytest", "--ranks=1,2", "-rs"],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": paths},
+    )
+    assert "no mpiexec was found" in job.stdout, job.stdout + job.stderr
+    assert "1 passed, 1 skipped" in job.stdout
+
+
+WRONG = {
+    "0": "give numbers of ranks",
+    "two": "give numbers of ranks",
+    "1,": "give numbers of ranks",
+}
+
+
+@pytest.mark.parametrize("ranks", WRONG)
+def test_wrong_sizes_are_refused_in_words(tmp_path, ranks):
+    job = run(tmp_path, f"--ranks={ranks}")
+    assert job.returncode == pytest.ExitCode.USAGE_ERROR
+    assert WRONG[ranks] in job.stderr
+
+
+@pytest.mark.parametrize("mark", ["ranks('a')", "ranks(max=2)", "mesh(2)", "mesh(a='rest', b='rest')", "mesh(a=0)"])
+def test_wrong_marks_are_refused_in_words(tmp_path, mark):
+    job = run(write(tmp_path, f"import pytest\n\n@pytest.mark.{mark}\ndef test_it(mesh):\n    pass"), "--ranks=2")
+    assert job.returncode == 1
+    assert (
+        f"pytest.mark.{mark.partition('(')[0]} takes" in job.stdout
+        or 'one dim of a mesh can be the "rest"' in job.stdout
+    )
+
+
+def test_report_on_the_page_is_what_pytest_says(tmp_path):
+    page = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
+    write(tmp_path, re.findall(r"```py\n(.*?)```", page, re.DOTALL)[0], "mean")
+    job = run(tmp_path, "--ranks=1,3", "--tb=line")
+    failure = re.search(r"^FAILED .*$", job.stdout, re.MULTILINE)
+    assert failure and failure[0] in page
+
+
+# Under a launcher
+
+
+def test_launched_ranks_are_one_session(tmp_path):
+    write(
+        tmp_path,
+        """
+        import pytest
+
+        @pytest.mark.skip(reason="not anywhere")
+        def test_that_is_skipped(comm):
+            pass
+
+        def test_that_fails_on_all_ranks(comm):
+            assert False, "seen once"
+
+        def test_that_fails_on_one_rank(comm):
+            assert comm.rank == 0
+
+        def test_that_is_never_run(comm):
+            pass
+        """,
+    )
+    options = ["--maxfail=2", "-rs", "--color=no", "--junitxml=report.xml"]
+    job = complete(job_command(3, "-m", "pytest", *options), cwd=tmp_path, env=job_environment(3))
+    assert job.returncode == 1
+    assert job.stdout.count("test session starts") == 1
+    assert job.stdout.count("2 failed, 1 skipped") == 1
+    assert job.stdout.count("not anywhere") == 1
+    assert "rank 2 of 3 failed; passed on 1" in job.stdout
+    assert len(cases_of(tmp_path / "report.xml")) == 3
+
+
+def test_launched_rank_that_leaves_ends_the_job(tmp_path):
+    write(tmp_path, START + "def test_it():\n    if here:\n        raise ValueError('not with me')\n    comm.Barrier()")
+    job = complete(job_command(2, "-m", "pytest"), cwd=tmp_path, env=job_environment(2))
+    assert job.returncode != 0
+    assert "test_it (call) failed here and left other ranks waiting" in job.stderr
+    assert "ValueError: not with me" in job.stderr
+
+
+def test_mpiexec_of_another_mpi_is_named(tmp_path):
+    write(tmp_path, "def test_it(comm):\n    pass")
+    environment = {**job_environment(1), "OMPI_COMM_WORLD_SIZE": "3"}
+    job = complete([sys.executable, "-m", "pytest"], cwd=tmp_path, env=environment)
+    assert job.returncode != 0
+    assert "launched as 3 ranks (OMPI_COMM_WORLD_SIZE=3), but MPI sees 1" in job.stdout + job.stderr
+
+
+# Ends
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_session_that_ends_leaves_no_process_behind(tmp_path, number):
+    sleep = "open('pids', 'a').write(f'{os.getpid()}\\n')\n    time.sleep(300)"
+    write(tmp_path, f"import os, time\n\ndef test_it():\n    {sleep}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "--ranks=2"],
+        cwd=tmp_path,
+        env=job_environment(2),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    pids = tmp_path / "pids"
+    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2)
+    process.send_signal(number)
+    printed, _ = output_of(process)
+    assert number == signal.SIGKILL or "KeyboardInterrupt" in printed
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
+
+
+def test_debugger_opens_on_the_rank_that_failed(tmp_path):
+    write(tmp_path, START + "def test_it():\n    answer = 42 + comm.rank\n    assert not here")
+    main, other = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "--ranks=2", "--pdb", "--color=no"],
+        cwd=tmp_path,
+        env=job_environment(2),
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        start_new_session=True,
+    )
+    os.close(other)
+    said = ""
+    deadline = time.monotonic() + 60 * slowdown()
+    try:
+        while "(Pdb)" not in said:
+            assert time.monotonic() < deadline, said
+            said += os.read(main, 10_000).decode(errors="replace")
+        os.write(main, b"p answer\nc\n")
+        while " failed" not in said or "43" not in said:
+            assert time.monotonic() < deadline, said
+            said += os.read(main, 10_000).decode(errors="replace")
+    finally:
+        stop(process)
+        os.close(main)
+    assert "rank 1 of 2" in said
+
+
+def test_debugger_without_terminal_is_refused(tmp_path):
+    job = run(write(tmp_path, "def test_it():\n    pass"), "--ranks=2", "--pdb")
+    assert job.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--pdb with --ranks needs a terminal" in job.stderr
