@@ -81,9 +81,12 @@ def _needs(item: pytest.Item) -> list[tuple[str, Callable[[int], bool]]]:
 
 def shape_of(item: Any) -> Mapping[str, Any]:
     """Return the dims of the mesh that a test is parametrized with, or marked with; none for a line of all ranks."""
-    calls = getattr(item, "callspec", None)
     mark = item.get_closest_marker("mesh")
-    shape = (calls and calls.params.get("mesh")) or (mark.kwargs if mark else {})
+    shape = mark.kwargs if mark else {}
+    fixtures = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    if "mesh" in fixtures and fixtures["mesh"][-1].func.__module__ == "pce_mpi.testing.fixtures":  # and no other mesh
+        calls = getattr(item, "callspec", None)
+        shape = (calls and calls.params.get("mesh")) or shape
     lengths = list(shape.values()) if isinstance(shape, Mapping) else [0]
     if (mark and mark.args) or not all(each == "rest" or (isinstance(each, int) and each > 0) for each in lengths):
         raise pytest.UsageError(f'{item.nodeid}: pytest.mark.mesh takes lengths by name, such as data=2, model="rest"')

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.launch import CompletedJob, complete, job_command, job_environment, launch_source
+from jobs.launch import CompletedJob, launch_source
 from pce_mpi.jobs.patience import slowdown
 
 # The time that ranks wait for each other in most jobs, the time that they then listen for each other, and the slack: in
@@ -559,56 +559,3 @@ def test_rank_that_is_killed_in_midst_ends_job(tmp_path):
     for rank in range(3):  # all of them were at work
         assert "returned" in told(tmp_path, rank)[0]
     assert job.returncode != 0
-
-
-def test_failing_test_fails_on_ranks_that_wait(tmp_path):
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["pce_mpi.testing"]\n')
-    (tmp_path / "test_mine.py").write_text(
-        textwrap.dedent(
-            """
-            from mpi4py import MPI
-            import numpy as np
-            import pytest
-
-            import pce_mpi as pce
-
-            comm = MPI.COMM_WORLD
-
-
-            def loss():
-                logits, targets = np.zeros((4, 3)), np.zeros(4, int)
-                return float(pce.softmax_cross_entropy(logits, targets, comm=comm))
-
-
-            def test_first():
-                assert loss() == pytest.approx(np.log(9))
-                assert comm.rank != 1, "here is a mistake"
-                loss()
-
-
-            def test_second():
-                if comm.rank == 2:
-                    pytest.fail("after the last call")
-
-
-            def test_third():
-                assert loss() == pytest.approx(np.log(9))
-            """
-        )
-    )
-    session = """
-        import sys
-
-        from mpi4py import MPI
-        import pytest
-
-        sys.stdout = open(f"{sys.argv[1]}/out-{MPI.COMM_WORLD.rank}", "w")
-        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", sys.argv[1]]))
-    """
-    environment = job_environment(3) | {"PCE_MPI_TIMEOUT": f"{60 * slowdown(3)}"}
-    complete([*job_command(3)[:-2], "-c", textwrap.dedent(session), str(tmp_path)], env=environment)
-    outputs = [(tmp_path / f"out-{rank}").read_text() for rank in range(3)]
-    assert "assert 1 != 1" in outputs[1]
-    for rank, output in enumerate(outputs):
-        assert f"{1 + (rank == 2)} failed, {2 - (rank == 2)} passed" in output
-        assert rank == 1 or "RuntimeError: AssertionError: here is a mistake" in output

@@ -79,8 +79,9 @@ def test_wheel_has_all_that_runs(source, tmp_path):
     assert [path for path in found - wanted if "/" in path] == ["kernels/_compiled.abi3.so"]
     (found,) = metadata.distributions(name="pce_mpi", path=[str(tmp_path / "unpacked")])
     assert {"Author", "Keywords", "License", "Requires-Python"} <= set(found.metadata)
-    (command,) = found.entry_points
+    command, plugin = found.entry_points
     assert (command.group, command.name, command.load()) == ("console_scripts", "pce-mpi", main)
+    assert (plugin.group, plugin.name) == ("pytest11", "pce_mpi")
     status, text = run(sys.executable, "-c", LOSS, cwd=tmp_path, PYTHONPATH=str(tmp_path / "unpacked"))
     assert status == 0, text
     assert text.startswith(str(package))

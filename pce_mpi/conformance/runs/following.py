@@ -230,6 +230,8 @@ class Launch:
 
     def _death(self) -> str:
         """Say which rank died first, and why."""
+        if not self._job.ends():
+            return f"mpiexec ended with exit status {self._job.status}"
         rank, how = self._job.death()
         if "SIGKILL" in how:
             how += " (--memory bounds it)"
