@@ -7,11 +7,11 @@ from typing import Any, Unpack
 import numpy as np
 
 from pce_mpi.arrays import is_half
-from pce_mpi.autograd.op import of_array, operands_of, operation
+from pce_mpi.autograd.op import operands_of, operation
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.loss import softmax_cross_entropy_backward
+from pce_mpi.loss import softmax_cross_entropy, softmax_cross_entropy_backward
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.options import CrossEntropyOptions, takes
+from pce_mpi.loss.options import CrossEntropyOptions, LossOptions, takes
 from pce_mpi.loss.passes import forward
 from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.primitive import Primitive
@@ -27,33 +27,35 @@ CROSS_ENTROPY = Primitive(
 
 
 @operation
-@of_array
-@takes(CrossEntropyOptions)
-def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntropyOptions]) -> DistArray:
-    """Compute the softmax cross entropy of a distributed array, in nats, wherever its axes are sharded.
+@takes(LossOptions, like=softmax_cross_entropy)
+def cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptions]) -> Any:
+    """Compute the softmax cross entropy, in nats: of a distributed array, or of plain shards.
 
-    The formula is that of `softmax_cross_entropy`. Sums and means are over all rows of all ranks. Only the logits have
-    a gradient.
+    The formula is that of `softmax_cross_entropy`, which is called for plain shards. Of a distributed array, sums and
+    means are over all rows of all ranks, and only the logits have a gradient.
 
     Parameters
     ----------
-    logits : DistArray of float16, bfloat16, float32 or float64
-        Logits that are Partial are reduced first.
+    logits : DistArray or array of float16, bfloat16, float32 or float64
+        Distributed logits that are Partial are reduced first.
     targets : DistArray or array
-        Class numbers with the logits' shape without the class axis, or probabilities shaped as the logits. The array
-        is global and is placed as the logits are: plain arrays are sliced, which communicates nothing.
+        Class numbers with the logits' shape without the class axis, or probabilities shaped as the logits. Beside
+        distributed logits the array is global and is placed as they are: plain arrays are sliced, which communicates
+        nothing.
     weight : DistArray or array, shape (classes,), optional
         The weights of all classes, placed as `targets` is.
 
     Returns
     -------
-    DistArray
-        The loss: 0-d and Replicate, or for `reduction="none"` one number per row, placed as the rows of the logits.
+    DistArray or array
+        The loss: 0-d and Replicate, or for `reduction="none"` one number per row, placed as the rows of the logits; of
+        plain shards as `softmax_cross_entropy` returns it.
 
     Raises
     ------
     TypeError, ValueError, IndexError, CollectiveError
-        Those of `softmax_cross_entropy`, on every rank that shares rows or classes with the one that found the error.
+        Those of `softmax_cross_entropy`, on every rank that shares rows or classes with the one that found the error;
+        and for the options of plain shards (`comm`, ...) beside distributed logits, whose placements answer them.
 
     Notes
     -----
@@ -75,6 +77,8 @@ def cross_entropy(logits: DistArray, targets: Any, **options: Unpack[CrossEntrop
     >>> logits.grad.placements, logits.grad.full()[0]
     ({'data': Shard(1)}, array([-0.375,  0.125,  0.125,  0.125]))
     """
+    if not isinstance(logits, DistArray):
+        return softmax_cross_entropy(logits, targets, **options)
     return CROSS_ENTROPY.apply({"logits": logits, "targets": targets}, options)
 
 

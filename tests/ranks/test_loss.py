@@ -241,3 +241,14 @@ def test_residuals_are_neither_copied_nor_pickled():
     for residuals, how in product((first, second), (copy.copy, copy.deepcopy, pickle.dumps)):
         with pytest.raises(TypeError, match="residuals are neither copied nor pickled"):
             how(residuals)
+
+
+def test_loss_of_the_tape_takes_plain_shards(comm):
+    mine = np.random.default_rng(comm.rank).normal(size=(4, 3))
+    of_shards = pce.cross_entropy(mine, np.arange(4) % 3, comm=comm, reduction="none")
+    np.testing.assert_array_equal(
+        of_shards, pce.softmax_cross_entropy(mine, np.arange(4) % 3, comm=comm, reduction="none")
+    )
+    x = pce.distribute(mine[:, :1], pce.Mesh(comm, data=comm.size))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'comm'"):
+        pce.cross_entropy(x, np.zeros(4, int), comm=comm)

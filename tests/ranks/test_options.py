@@ -52,7 +52,6 @@ REDUCTIONS = ["none", "sum", "mean"]
         (pce.softmax_cross_entropy_value_and_grad, "smoothing"),
         (pce.class_statistics, "weight"),
         (pce.linear_class_statistics, "label_smoothing"),
-        (pce.cross_entropy, "comm"),
         (pce.kl_divergence_value_and_grad, "weight"),
         (pce.nucleus, "topk"),
     ],
@@ -62,7 +61,7 @@ def test_unknown_keyword_raises_the_type_error_of_python(function, keyword):
     logits = np.zeros((2, 3))
     with pytest.raises(TypeError) as raised:
         function(
-            pce.distribute(logits, alone()) if function is pce.cross_entropy else logits,
+            logits,
             *[np.zeros(2, int)] * (function is not pce.nucleus),
             **{keyword: None},
         )
