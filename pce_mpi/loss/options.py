@@ -271,7 +271,7 @@ class Options:
 
     operation: str
     axis: int = _option(-1, integer)
-    weight: Any = _option(  # noqa: RUF009
+    weight: Any = _option(  # noqa: RUF009  # it makes a field
         None, catches="Class weights: a rank has those of its own classes, and needs that of the target."
     )
     ignore_index: int = _option(

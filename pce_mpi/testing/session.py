@@ -7,7 +7,7 @@ its own, as others wait for it in a collective, ends the job.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 import fcntl
@@ -327,7 +327,7 @@ class _Quiet(io.TextIOBase):
             self._is_shown = False
 
     def write(self, text: str) -> int:
-        return sys.__stdout__.write(text) if self._is_shown else len(text)  # type: ignore[union-attr]
+        return sys.__stdout__.write(text) if self._is_shown else len(text)  # type: ignore[union-attr]  # a terminal
 
     def isatty(self) -> bool:
         return False
@@ -337,13 +337,11 @@ def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
-def _tests_of_some(file: str, tests: Iterable[list[str]]) -> str:
+def _tests_of_some(file: str, tests: Sequence[list[str]]) -> str:
     """Name the tests of a file that some ranks have found, and which ranks."""
     ranks_by_test: dict[str, list[int]] = {}
-    size = 0
     for rank, of_rank in enumerate(tests):
-        size += 1
         for test in of_rank:
             if _file(test) == file:
                 ranks_by_test.setdefault(test, []).append(rank)
-    return "\n".join(f"{test}: {ranks_text(on)}" for test, on in ranks_by_test.items() if len(on) < size)
+    return "\n".join(f"{test}: {ranks_text(on)}" for test, on in ranks_by_test.items() if len(on) < len(tests))

@@ -86,7 +86,7 @@ def test_close_numbers_are_those_of_numpy(rtol, atol):
 def test_numbers_that_round_to_infinity_are_infinite():
     assert_ulps(np.float32([np.inf, -np.inf, np.nan]), [1e39, -np.inf, np.nan], 0)
     for got, exact in [(np.inf, 1.0), (np.inf, -np.inf), (np.nan, 1.0), (3e38, np.inf), (3e38, 1e39)]:
-        text = error_of(lambda: assert_ulps(np.float32(got), exact, 1e9))[1]  # noqa: B023
+        text = error_of(lambda: assert_ulps(np.float32(got), exact, 1e9))[1]  # noqa: B023  # called at once
         assert (
             text
             == f"more than 1e+09 ulp of float32 off: 1 of 1 elements\n  at (): got {np.float32(got)!s}, exact {exact}"
