@@ -41,7 +41,7 @@ endif
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
 	@echo 'make check         compare every option with the exact numbers, on 2 ranks (N=4: on 4)'
-	@echo 'make test          run every test at 1, 2, 3 and 4 ranks (N=4: at 4, and tests of other numbers at theirs)'
+	@echo 'make test          run every test at 1, 2, 3 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-openmpi  run what depends on the MPI library under Open MPI, which is installed beside MPICH'
 	@echo 'make test-kernels  compile the CUDA kernels for GPUs and run them on the CPU; needs no GPU, but g++'
 	@echo 'make test-cupy     run tests of CuPy arrays with CuPy itself on the CPU, at 1, 2 and 3 ranks (N=2: at 2 only)'

@@ -15,7 +15,7 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_550,
+    "package, Python": 24_570,
     "package, C++ and CUDA": 4_880,
     "package, lines of docstrings": 8_860,
     "package, files of Python": 226,

@@ -120,11 +120,11 @@ class _Course:
             for rank, event in self._job.news():
                 patience = Patience(self._orders.limit)
                 self._take_in(rank, event)
+                if self._session.shouldfail:
+                    raise self._session.Failed(self._session.shouldfail)
+                if self._session.shouldstop:
+                    raise self._session.Interrupted(self._session.shouldstop)
             self._show_output()
-            if self._session.shouldfail:
-                raise self._session.Failed(self._session.shouldfail)
-            if self._session.shouldstop:
-                raise self._session.Interrupted(self._session.shouldstop)
             if self._left or self._exits:
                 return self._end_of_some()
             if len(self._over) == self._job.ranks:
@@ -136,7 +136,7 @@ class _Course:
 
     def _take_in(self, rank: int, event: dict[str, Any]) -> None:
         match event:
-            case {"event": "apart", "text": text}:
+            case {"event": "refused", "text": text}:
                 raise pytest.UsageError(text)
             case {"event": "collected", "tests": tests, "deselected": deselected}:
                 self.waiting = tests

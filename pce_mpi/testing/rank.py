@@ -26,7 +26,7 @@ def main(folder: Path, ranks: int) -> None:
     rank = comm.rank if comm else 0
     journal = begin(folder, rank)
     if apart := why_apart(comm, ranks):
-        journal.write("apart", text=apart)
+        journal.write("refused", text=apart)
         return
     if orders.terminal:
         for descriptor, flags in enumerate([os.O_RDONLY, os.O_WRONLY, os.O_WRONLY]):

@@ -110,7 +110,7 @@ class RankSession:
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self.config = config
-        if self._journal or self.rank:
+        if (self._journal or self.rank) and config.pluginmanager.has_plugin("terminalreporter"):
             silent = pytest.TerminalReporter(config, self._quiet)  # type: ignore[arg-type]  # a text stream
             config.pluginmanager.unregister(name="terminalreporter")
             config.pluginmanager.register(silent, "terminalreporter")
@@ -143,6 +143,9 @@ class RankSession:
     def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
         try:
             result = yield
+        except pytest.UsageError as error:
+            self._write("refused", text=str(error))
+            raise
         except Exception as error:
             self._write("left", where="collection", how="could not collect its tests", text=str(error), report=None)
             raise

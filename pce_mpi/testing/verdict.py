@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 import os
 import re
+import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +42,26 @@ def exchange(comm: MPI.Comm, passed: bool, errors: int, wait: Callable[[float], 
             break
         os.sched_yield()
     else:
-        patience = Patience(0.0)
-        while not arrivals.Test():
-            patience.is_over()
-            wait(-patience.left)
-            time.sleep(_NAP)
+        with _without_alarms():
+            patience = Patience(0.0)
+            while not arrivals.Test():
+                patience.is_over()
+                wait(-patience.left)
+                time.sleep(_NAP)
     return bool(of_all[:, 0].all()), int(of_all[:, 1].max())
+
+
+@contextmanager
+def _without_alarms() -> Iterator[None]:
+    """Let no alarm, such as that of pytest-timeout, fail a rank for the time of another one."""
+    if threading.current_thread() is not threading.main_thread():  # to which Python gives all signals
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 @dataclass(frozen=True)

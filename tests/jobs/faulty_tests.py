@@ -127,6 +127,19 @@ def test_it():
 """,
         ["--ranks-timeout", "at that time, rank 1 of 3", "does not answer"],
     ),
+    "alarm_on_all_ranks": (
+        """
+def stop(*arguments):
+    raise TimeoutError("too slow")
+
+def test_it():
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(1)
+    if here:
+        time.sleep(1000)
+""",
+        ["rank 1 of 3 failed; passed on 2", "too slow"],
+    ),
     "output_of_50_MB": (
         "def test_it():\n    print('x' * 50_000_000)\n    assert not here, 'unwell'",
         ["rank 1 of 3 failed; passed on 2", "unwell"],

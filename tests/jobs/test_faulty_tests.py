@@ -224,11 +224,22 @@ def test_wrong_sizes_are_refused_in_words(tmp_path, ranks):
 @pytest.mark.parametrize("mark", ["ranks('a')", "ranks(max=2)", "mesh(2)", "mesh(a='rest', b='rest')", "mesh(a=0)"])
 def test_wrong_marks_are_refused_in_words(tmp_path, mark):
     job = run(write(tmp_path, f"import pytest\n\n@pytest.mark.{mark}\ndef test_it(mesh):\n    pass"), "--ranks=2")
-    assert job.returncode == 1
+    assert job.returncode == pytest.ExitCode.USAGE_ERROR
     assert (
-        f"pytest.mark.{mark.partition('(')[0]} takes" in job.stdout
-        or 'one dim of a mesh can be the "rest"' in job.stdout
+        f"pytest.mark.{mark.partition('(')[0]} takes" in job.stderr
+        or 'one dim of a mesh can be the "rest"' in job.stderr
     )
+
+
+def test_file_that_is_not_there_is_refused(tmp_path):
+    job = run(tmp_path, "--ranks=1,2", "test_no.py")
+    assert job.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "file or directory not found: test_no.py" in job.stderr
+
+
+def test_most_failures_are_counted_over_sizes(tmp_path):
+    write(tmp_path, "def test_bad():\n    assert False\n\ndef test_worse():\n    assert False")
+    assert "3 failed in" in run(tmp_path, "--ranks=1,2", "--maxfail=3").stdout.splitlines()[-1]
 
 
 def test_report_on_the_page_is_what_pytest_says(tmp_path):
