@@ -6,6 +6,7 @@ To other plugins of pytest the reports that come from the ranks are its own, as 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import takewhile
 import os
 import re
@@ -63,18 +64,34 @@ class Controller:
         """Run the tests on each number of ranks."""
         failures = self._config.pluginmanager.get_plugin("lfplugin")
         known = {at_size(str(test))[1] for test in failures.lastfailed} if failures and failures.active else set()
+        of_sizes = {size: self._arguments(size) for size in self._sizes}
+        if not any(of_sizes.values()):
+            sizes = ",".join(map(str, self._sizes))
+            raise pytest.UsageError(f"--ranks {sizes} has no number of {' '.join(self._config.option.file_or_dir)}")
+        with suppress(AttributeError):  # the ranks import what is measured; pytest-cov has no option for that
+            plugin: Any = self._config.pluginmanager.get_plugin("_cov")
+            coverage = plugin.cov_controller.cov
+            coverage._warn_no_data = coverage._warn_unimported_source = False
         for size in [size for size in self._sizes if size in known] or self._sizes:
-            if arguments := self._arguments(size):
+            if arguments := of_sizes[size]:
                 self._run(session, size, arguments)
         return True
 
     def _arguments(self, size: int) -> list[str]:
         """Return the command line for this number of ranks; none if all tests that it names are of others."""
-        named = [at_size(str(each)) for each in self._config.invocation_params.args]
-        if any(of for _, of in named) and all(of != size for _, of in named):
+        named = [at_size(each)[1] for each in self._config.option.file_or_dir]
+        if named and not any(of in (0, size) for of in named):
             return []
+        given: list[str] = []
+        for each in map(str, self._config.invocation_params.args):
+            option, equals, value = each.partition("=") if each.startswith("--deselect=") else ("", "", each)
+            name, of = at_size(value)
+            if of in (0, size):
+                given.append(f"{option}{equals}{name}")
+            elif given[-1:] == ["--deselect"]:
+                given.pop()
         return [
-            *(each for each, of in named if of in (0, size)),
+            *given,
             # Ranks start coverage together, and would delete each other's.
             *["--cov-append"] * bool(getattr(self._config.option, "cov_source", None)),
             f"--rootdir={self._config.rootpath}",
@@ -87,10 +104,19 @@ class Controller:
         isolated = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
         after = ""
         for _ in range(_MOST_SESSIONS):
-            orders = Orders(arguments, self._sizes, self._why_not, after, self._limit, self._terminal)
-            with Job(size, [*isolated, "-m", "pce_mpi.testing.rank"], orders.write, alone=size == 1) as job:
-                course = _Course(session, job, orders)
-                after = course.follow()
+            most = self._config.option.maxfail  # the ranks stop by themselves, and end what fixtures have begun
+            left = [f"--maxfail={most - session.testsfailed}"] if most else []
+            orders = Orders([*arguments, *left], self._sizes, self._why_not, after, self._limit, self._terminal)
+            try:
+                with Job(size, [*isolated, "-m", "pce_mpi.testing.rank"], orders.write, alone=size == 1) as job:
+                    course = _Course(session, job, orders)
+                    after = course.follow()
+            except LaunchError as error:
+                raise pytest.UsageError(str(error)) from None
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
             if not course.waiting:
                 return
         text = f"{_MOST_SESSIONS} tests have ended their session: {len(course.waiting)} tests are not run"
@@ -110,20 +136,25 @@ class _Course:
         self._exits: dict[int, dict[str, Any]] = {}
         self._left: list[tuple[int, dict[str, Any]]] = []
         self._shown = [0] * job.ranks
+        self._when: Any = "setup"  # the phase of the test that runs
+        self._has_collected = False
+        self._warnings: list[Any] = []  # each once, whatever the rank
 
     def follow(self) -> str:
         """Report what the ranks do, until they have ended; return the test that has ended them, if one has."""
+        try:
+            return self._follow()
+        finally:
+            self._show_output(last=True)
+
+    def _follow(self) -> str:
         patience = Patience(max(self._orders.limit, _STARTUP))
         while not patience.is_over() or self._orders.terminal:
             # Before reading the events, so that these include everything before the end.
             ended = bool(self._job.ends()) or self._job.status is not None
             for rank, event in self._job.news():
-                patience = Patience(self._orders.limit)
                 self._take_in(rank, event)
-                if self._session.shouldfail:
-                    raise self._session.Failed(self._session.shouldfail)
-                if self._session.shouldstop:
-                    raise self._session.Interrupted(self._session.shouldstop)
+                patience = Patience(max(self._orders.limit, 0 if self._has_collected else _STARTUP))
             self._show_output()
             if self._left or self._exits:
                 return self._end_of_some()
@@ -139,10 +170,11 @@ class _Course:
             case {"event": "refused", "text": text}:
                 raise pytest.UsageError(text)
             case {"event": "collected", "tests": tests, "deselected": deselected}:
-                self.waiting = tests
+                self.waiting, self._has_collected = tests, True
                 if not self._orders.after:
                     self._session.testscollected += len(tests)
-                if terminal := self._config.pluginmanager.get_plugin("terminalreporter"):
+                terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+                if terminal is not None and not self._orders.after:
                     terminal._numcollected += len(tests)  # the reports of files, which it counts, do not come here
                     terminal.pytest_deselected([SimpleNamespace(nodeid="")] * deselected)
                 if self._config.option.collectonly:
@@ -151,16 +183,22 @@ class _Course:
             case {"event": "collect", "report": report} if not self._orders.after:
                 self._hook.pytest_collectreport(report=self._report(report))
             case {"event": "started", "test": test, "location": location}:
-                self._test, self._is_running = test, True
+                self._test, self._is_running, self._when = test, True, "setup"
                 self._locations[test] = (*location[:2], self._name(location[2]))
                 self.waiting.remove(test)
                 self._hook.pytest_runtest_logstart(nodeid=self._name(test), location=self._locations[test])
             case {"event": "reported", "report": report}:
+                self._when = {"setup": "call"}.get(report["when"], "teardown")
                 self._hook.pytest_runtest_logreport(report=self._report(report))
             case {"event": "finished", "test": test}:
                 self._is_running = False
                 self._hook.pytest_runtest_logfinish(nodeid=self._name(test), location=self._locations[test])
+            case {"event": "warning", "when": "collect" | "config"} if self._orders.after:
+                pass  # the session before has told it
+            case {"event": "warning"} if event in self._warnings:
+                pass
             case {"event": "warning", "warning": [text, category, filename, lineno], "when": when, "test": test}:
+                self._warnings.append(event)
                 kind = type(category, (Warning,), {})
                 message = warnings.WarningMessage(kind(text), kind, filename, lineno)
                 name = test and self._name(test)
@@ -179,7 +217,7 @@ class _Course:
     def _report(self, data: dict[str, Any]) -> Any:
         """Return a report of the ranks as one of this session."""
         blocks = data.pop("blocks", None)
-        if data["$report_type"] == "TestReport":
+        if data.get("$report_type") != "CollectReport":  # of a test, or of a part of one
             data["nodeid"] = self._name(data["nodeid"])
             data["location"] = (*data["location"][:2], self._name(data["location"][2]))
         if isinstance(data["longrepr"], list):  # of a skipped test or file
@@ -218,7 +256,7 @@ class _Course:
             text = self._exits[first]["text"]
             if self._exits[first]["interrupted"]:
                 raise self._session.Interrupted(text)
-            pytest.exit(text)
+            pytest.exit(text, self._exits[first]["status"])
         blocks = [[f"rank {rank} left the session", event["text"], ""] for rank, event in self._exits.items()]
         waiting = "; others were waiting" * (len(self._left) < self._job.ranks)
         for rank, event in self._left:
@@ -251,7 +289,7 @@ class _Course:
         """Report that a test has failed."""
         location = self._locations.get(test, (test.partition("::")[0], None, self._name(test)))
         failure: Any = RanksFailure(blocks, self._config)
-        report = pytest.TestReport(self._name(test), location, {}, "failed", failure, "call")
+        report = pytest.TestReport(self._name(test), location, {}, "failed", failure, self._when)
         self._hook.pytest_runtest_logreport(report=report)
         self._hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=location)
 
@@ -274,13 +312,19 @@ class _Course:
 
     # Output.
 
-    def _show_output(self) -> None:
+    def _show_output(self, last: bool = False) -> None:
         """With -s, show what the ranks print, as they print it."""
         if self._config.option.capture != "no":
             return
         for rank in range(self._job.ranks):
-            text = self._job.printed(rank, self._shown[rank])
-            whole = text[: text.rfind("\n") + 1]
-            self._shown[rank] += len(whole.encode(errors="replace"))
-            sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in whole.splitlines()))
+            path = self._job.folder / f"output-{rank}"
+            if path.exists() and path.stat().st_size > self._shown[rank]:
+                with path.open("rb") as file:
+                    file.seek(self._shown[rank])
+                    text = file.read()
+                whole = text if last else text[: text.rfind(b"\n") + 1]
+                self._shown[rank] += len(whole)
+                sys.stdout.write(
+                    "".join(f"[rank {rank}] {line}\n" for line in whole.decode(errors="replace").splitlines())
+                )
         sys.stdout.flush()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import math
 from pathlib import Path
+import re
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
 
 from pce_mpi.comm.library import mpi
 from pce_mpi.distributed.mesh import Mesh
+from pce_mpi.testing.session import NAME
 from pce_mpi.testing.sizes import shape_of
 
 if TYPE_CHECKING:
@@ -40,13 +42,15 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
 
 
 @pytest.fixture
-def rank_tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """One empty folder for all ranks, which share a file system."""
-    session = request.config.pluginmanager.get_plugin("pce_mpi-ranks")
-    ranks = session.comm if session is not None else None
-    if ranks is None:
-        yield request.getfixturevalue("tmp_path")
-    else:
-        path = request.getfixturevalue("tmp_path") if ranks.rank == 0 else None
-        yield ranks.bcast(path)
-        ranks.Barrier()  # pytest may remove the folder of a test that has passed
+def rank_tmp_path(request: pytest.FixtureRequest) -> Path:
+    """One empty folder for all ranks, which share a file system; it goes when the session ends."""
+    session = request.config.pluginmanager.get_plugin(NAME)
+    if session is None:
+        path: Path = request.getfixturevalue("tmp_path")
+        return path
+    path = (
+        session.shared
+        / f"{re.sub('[^a-zA-Z0-9]', '_', request.node.name)[:30]}-{crc32(request.node.nodeid.encode()):x}"
+    )
+    path.mkdir(exist_ok=True)  # by the rank that comes first: a fixture that communicates could leave others waiting
+    return path

@@ -6,6 +6,7 @@ session of the ranks that the launcher has started (`session.py`).
 
 from __future__ import annotations
 
+from contextlib import suppress
 import os
 import sys
 
@@ -15,14 +16,16 @@ from pce_mpi.comm.library import launcher_env, why_apart
 from pce_mpi.testing.controller import Controller
 from pce_mpi.testing.fixtures import comm as comm, mesh as mesh, rank_tmp_path as rank_tmp_path
 from pce_mpi.testing.session import NAME, Orders, RankSession
-from pce_mpi.testing.sizes import parse_sizes
+from pce_mpi.testing.sizes import parse_sizes, select
 
 _LIMIT = 300.0
 
 _launched = launcher_env()
 _is_rank = _launched is not None and _launched.size > 1
 # pytest captures standard input, output and error from its start to its end.
-_terminal = os.ttyname(0) if os.isatty(0) and os.isatty(1) else ""
+_terminal = ""
+with suppress(OSError):  # a terminal of another container has no name here
+    _terminal = os.ttyname(0) if os.isatty(1) else ""
 _stderr = open(os.dup(2), "w", buffering=1) if _is_rank else sys.stderr
 
 
@@ -52,12 +55,20 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         session.begin(early_config)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.pluginmanager.has_plugin(NAME):  # one rank, of which nobody has been asked
+        select(config, items, 1, [1], "; pytest --ranks takes others")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(n, ..., min=n): a test that runs on these numbers of ranks alone")
     config.addinivalue_line("markers", 'mesh(data=n, model="rest"): the shape of the mesh of all ranks in fixture mesh')
     option = config.option
-    if not option.ranks or config.pluginmanager.has_plugin(NAME):
+    if (session := config.pluginmanager.get_plugin(NAME)) is not None and option.basetemp:
+        option.basetemp = session.own_folder(option.basetemp)
+    if not option.ranks or session is not None:
         return
     sizes = parse_sizes(option.ranks)
     if getattr(option, "numprocesses", None):

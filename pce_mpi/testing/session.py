@@ -15,8 +15,10 @@ import io
 import json
 import os
 from pathlib import Path
+import shutil
 import socket
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 import warnings
@@ -97,6 +99,8 @@ class RankSession:
         self._collected: dict[str, Data] = {}
         self._deselected = 0
         self._quiet = _Quiet()
+        # The folder of `rank_tmp_path`, which rank 0 makes and tells the others of.
+        self.shared = Path(tempfile.mkdtemp(prefix="pytest-ranks-", dir=folder) if self.rank == 0 else "")
 
     # Configuration.
 
@@ -106,6 +110,12 @@ class RankSession:
             given = {"workerid": f"rank {self.rank}", "workercount": self.size, "cov_master_rsync_roots": []}
             given |= {"cov_master_host": socket.gethostname(), "cov_master_topdir": os.getcwd()}
             vars(config).update(workerinput=given, workeroutput={})
+
+    def own_folder(self, basetemp: str) -> str:
+        """Return the folder of this rank below the one that the user has named for all `tmp_path`."""
+        path = Path(basetemp, f"{self.size}-{self.rank}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return str(path)
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -119,7 +129,7 @@ class RankSession:
             for test, value in [*failures.lastfailed.items()]:
                 del failures.lastfailed[test]
                 name, size = at_size(str(test))
-                if size == self.size:  # since pytest 9.2 tests have names of a type of their own
+                if size in (0, self.size):  # since pytest 9.2 tests have names of a type of their own
                     failures.lastfailed[name if isinstance(test, str) else type(test).parse(name)] = value
         if self.orders.terminal:
             self._debugger: Any = config.pluginmanager.unregister(name="pdbinvoke")
@@ -143,6 +153,9 @@ class RankSession:
     def pytest_collection(self, session: pytest.Session) -> Generator[None, object, object]:
         try:
             result = yield
+        except session.Failed:  # as many errors as -x or --maxfail allows
+            self._agree_on_collection(session, stopped=True)
+            raise
         except pytest.UsageError as error:
             self._write("refused", text=str(error))
             raise
@@ -158,17 +171,19 @@ class RankSession:
         if self.comm:
             # From now on, an error on one rank is told to those that wait for it.
             channel_of(mpi().COMM_WORLD, "pytest")
+            self.shared = self.comm.bcast(self.shared if self.rank == 0 else None)
         self._report("collected", tests=tests, deselected=0 if self.orders.after else self._deselected)
         return result
 
-    def _agree_on_collection(self, session: pytest.Session) -> None:
-        of_ranks = [(self._collected, [item.nodeid for item in session.items])]
+    def _agree_on_collection(self, session: pytest.Session, stopped: bool = False) -> None:
+        of_ranks = [(self._collected, [item.nodeid for item in session.items], stopped)]
         if self.comm:
             exchange(self.comm, True, 0, self.waiting("collection"))
             of_ranks = self.comm.allgather(of_ranks[0])
-        reports, tests = zip(*of_ranks, strict=True)
+        reports, tests, stops = zip(*of_ranks, strict=True)
         everywhere = set(tests[0]).intersection(*tests)
-        faulty = dict.fromkeys(_file(each) for each in sorted(set().union(*tests) - everywhere))
+        different = set() if any(stops) else set().union(*tests) - everywhere  # one that has stopped has found no more
+        faulty = dict.fromkeys(_file(each) for each in sorted(different))
         for name in sorted(set().union(*reports) | faulty.keys()):
             alike = [{"$report_type": "CollectReport", "nodeid": name, "outcome": "passed", "longrepr": ""}] * self.size
             of_name = [found.get(name, passed) for found, passed in zip(reports, alike, strict=True)]
@@ -248,12 +263,16 @@ class RankSession:
     ) -> None:
         about = warning_message
         text = [str(about.message), about.category.__name__, about.filename, about.lineno]
-        self._report("warning", warning=text, when=when, test=nodeid)
+        self._write("warning", warning=text, when=when, test=nodeid)
 
     # The end.
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        self._write("exit", text=str(excinfo.value), interrupted=excinfo.errisinstance(pytest.Session.Interrupted))
+        status, interrupted = (
+            getattr(excinfo.value, "returncode", None),
+            excinfo.errisinstance(pytest.Session.Interrupted),
+        )
+        self._write("exit", text=str(excinfo.value), status=status, interrupted=interrupted)
         # Session.Interrupted comes from all ranks alike; anything else (pytest.exit) may come from this one alone.
         if self.comm and not self._journal and not excinfo.errisinstance(pytest.Session.Interrupted):
             exchange(self.comm, False, 0, self.waiting("the session", excinfo.exconly(), "was interrupted"))
@@ -266,6 +285,7 @@ class RankSession:
         # The first rank to exit with a failure ends the job: not before rank 0 has printed its summary.
         if self.comm and not self._journal:
             self.comm.Barrier()
+            shutil.rmtree(self.shared, ignore_errors=True)
 
     # Journal and job.
 
@@ -289,7 +309,7 @@ class RankSession:
             if text and seconds > min(_GRACE, self.orders.limit / 4):
                 self._leave(where, how, text, report)
             elif not self._journal and seconds > self.orders.limit:
-                self._leave(where, f"waited {self.orders.limit:g} s", "")
+                self._leave(where, f"is over here, and others have not come for {self.orders.limit:g} s", "")
 
         return wait
 
@@ -300,9 +320,8 @@ class RankSession:
             while True:  # until the job is ended
                 time.sleep(1)
         elif self.comm:
-            self._stderr.write(
-                f"\n[rank {self.rank} of {self.size}] {where} {how} here and left other ranks waiting\n{text}\n"
-            )
+            left = " here and left other ranks waiting" * bool(text)
+            self._stderr.write(f"\n[rank {self.rank} of {self.size}] {where} {how}{left}\n{text}\n")
             self.comm.Abort(1)
 
     # --pdb.

@@ -18,6 +18,8 @@ def with_size(test: str, size: int) -> str:
     """
     path, colons, names = test.partition("::")
     name, bracket, parameters = (names if colons else path).partition("[")
+    if not name:  # [doctest] and the name of what it is of
+        return f"{test}@{size}"
     return f"{path if colons else ''}{colons}{name}@{size}{bracket}{parameters}"
 
 

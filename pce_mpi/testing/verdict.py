@@ -37,12 +37,12 @@ def exchange(comm: MPI.Comm, passed: bool, errors: int, wait: Callable[[float], 
     """
     mine, of_all = np.array([passed, errors]), np.empty((comm.size, 2), int)
     arrivals = comm.Iallgather(mine, of_all)
-    for _ in range(_YIELDS):
-        if arrivals.Test():
-            break
-        os.sched_yield()
-    else:
-        with _without_alarms():
+    with _without_alarms():
+        for _ in range(_YIELDS):
+            if arrivals.Test():
+                break
+            os.sched_yield()
+        else:
             patience = Patience(0.0)
             while not arrivals.Test():
                 patience.is_over()
@@ -115,7 +115,7 @@ def blocks_of(reports: Sequence[Data]) -> list[list[Any]]:
         alike = re.sub(r"\b0x[0-9a-f]+", "0x...", heard or str(report["longrepr"]))
         ranks_by_text.setdefault((report["outcome"], heard, alike), []).append(rank)
     passed = sum(report["outcome"] == "passed" for report in reports)
-    held = f"; passed on {passed}" if passed else ""
+    held = f"; passed on {passed} other{'s' * (passed > 1)}" if passed else ""
     own = [rank for rank, report in enumerate(reports) if report["outcome"] != "passed" and not report.get("heard")]
     who = f"{ranks_text(own)} of {len(reports)}: " if len(own) < len(reports) else ""
     blocks: list[list[Any]] = []

@@ -127,6 +127,19 @@ def test_it():
 """,
         ["--ranks-timeout", "at that time, rank 1 of 3", "does not answer"],
     ),
+    "setup_beside_a_common_folder": (
+        "@pytest.fixture\ndef broken():\n    assert not here, 'unwell'\n\n"
+        "def test_it(broken, rank_tmp_path):\n    pass",
+        ["failed on setup", "rank 1 of 3 failed; passed on 2", "unwell"],
+    ),
+    "hang_in_teardown": (
+        "@pytest.fixture\ndef broken():\n    yield\n    time.sleep(1000 * here)\n\ndef test_it(broken):\n    pass",
+        ["failed on teardown", "--ranks-timeout", "at that time, rank 1 of 3", "in broken"],
+    ),
+    "part_of_a_test": (
+        "def test_it(subtests):\n    with subtests.test('part'):\n        assert not here, 'unwell'",
+        ["rank 1 of 3 failed; passed on 2", "unwell"],
+    ),
     "alarm_on_all_ranks": (
         """
 def stop(*arguments):

@@ -186,6 +186,91 @@ def test_first_failure_ends_the_session(tmp_path):
     assert job.stdout.splitlines()[-1].startswith("=") and "1 failed in" in job.stdout.splitlines()[-1]
 
 
+def test_first_failure_lets_fixtures_end(tmp_path):
+    write(
+        tmp_path,
+        """
+        from pathlib import Path
+        import time
+
+        import pytest
+
+        @pytest.fixture(scope="module")
+        def resource(comm):
+            yield
+            time.sleep(1)
+            Path(f"ended-{comm.rank}").touch()
+
+        def test_it(resource):
+            assert False
+        """,
+    )
+    assert run(tmp_path, "--ranks=2", "-x").returncode == 1
+    assert len([*tmp_path.glob("ended-*")]) == 2
+
+
+def test_first_error_of_collection_is_shown(tmp_path):
+    write(write(tmp_path, "import no_such_module", "a"), "def test_it():\n    pass", "b")
+    job = run(tmp_path, "--ranks=2", "-x")
+    assert job.returncode == 1
+    assert "No module named 'no_such_module'" in job.stdout
+
+
+def test_number_in_a_name_is_of_that_name(tmp_path):
+    for name in "ab":
+        write(tmp_path, "def test_it(comm):\n    pass", name)
+    assert "3 passed in" in run(tmp_path, "--ranks=1,2", "test_a.py", "test_b.py::test_it@2").stdout
+    assert "3 passed, 1 deselected" in run(tmp_path, "--ranks=1,2", "--deselect", "test_a.py::test_it@2").stdout
+
+
+def test_named_folder_is_divided_among_ranks(tmp_path):
+    write(
+        tmp_path,
+        "def test_it(comm, tmp_path):\n    (tmp_path / 'x').touch()\n    comm.Barrier()\n"
+        "    assert [*tmp_path.iterdir()]",
+    )
+    assert "1 passed in" in run(tmp_path, "--ranks=2", "--basetemp=base").stdout
+    assert {path.parts[-3] for path in tmp_path.glob("base/*/*/x")} == {"2-0", "2-1"}
+
+
+def test_number_that_is_not_asked_for_is_refused(tmp_path):
+    job = run(write(tmp_path, "def test_it():\n    pass"), "--ranks=1,3", "test_it.py::test_it@2")
+    assert job.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--ranks 1,3" in job.stderr and "@2" in job.stderr
+
+
+def test_warning_of_any_rank_is_shown_once(tmp_path):
+    source = (
+        "import warnings\n\ndef test_it(comm):\n    warnings.warn('all')\n    if comm.rank:\n"
+        "        warnings.warn('one')"
+    )
+    job = run(write(tmp_path, source), "--ranks=2")
+    assert job.stdout.count("UserWarning: all") == job.stdout.count("UserWarning: one") == 1
+
+
+def test_marks_count_without_ranks(tmp_path):
+    write(
+        tmp_path,
+        "import pytest\n\n@pytest.mark.ranks(3)\ndef test_a():\n    assert False\n\n"
+        "@pytest.mark.mesh(a=2)\ndef test_b(mesh):\n    assert False",
+    )
+    job = run(tmp_path, "-rs")
+    assert job.returncode == 0
+    assert "runs on 3 ranks, which 1 is not" in job.stdout and "runs on 2 ranks, which 1 is not" in job.stdout
+
+
+def test_exit_has_its_status(tmp_path):
+    job = run(write(tmp_path, "import pytest\n\ndef test_it():\n    pytest.exit('bye', returncode=7)"), "--ranks=2")
+    assert job.returncode == 7 and "bye" in job.stdout
+
+
+def test_much_output_is_shown_once(tmp_path):
+    job = run(
+        write(tmp_path, "def test_it():\n    for n in range(20000):\n        print(n, 'x' * 100)"), "--ranks=1", "-s"
+    )
+    assert re.findall(r"\[rank 0\] (\d+) x", job.stdout) == [str(n) for n in range(20000)]
+
+
 def test_output_is_shown_as_it_comes(tmp_path):
     job = run(write(tmp_path, "def test_it(comm):\n    print('seen on', comm.rank)"), "--ranks=2", "-s")
     assert "[rank 0] seen on 0" in job.stdout
