@@ -81,7 +81,7 @@ def _from_dlpack(value: Any) -> Any:
     elif "bfloat16" not in str(value.dtype):
         array = np.from_dlpack(value)
         is_null = array.flags.owndata  # NumPy has allocated what the null pointer has not
-    elif (bfloat16 := _bfloat16()) is None:
+    elif (bfloat16 := _of_ml_dtypes("bfloat16")) is None:
         raise TypeError("bfloat16 on the host needs ml_dtypes: pip install 'pce_mpi[bf16]'")
     elif of_torch:  # NumPy's DLPack has no bfloat16, so the memory passes as int16
         array = np.from_dlpack(value.view(torch.int16)).view(bfloat16)
@@ -128,17 +128,17 @@ def check_one_library(operands: Mapping[str, Any]) -> None:
         raise TypeError(f"arrays of two libraries do not mix: {where}")
 
 
-def _bfloat16() -> np.dtype[Any] | None:
+def _of_ml_dtypes(name: str) -> np.dtype[Any] | None:
     try:
         import ml_dtypes
     except ImportError:
         return None
-    return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(getattr(ml_dtypes, name))
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the dtype with this `name`; bfloat16 needs `ml_dtypes`."""
-    return (_bfloat16() if name == "bfloat16" else None) or np.dtype(name)
+    """Return the dtype with this `name`; bfloat16 and those of 8 bits need `ml_dtypes`."""
+    return (_of_ml_dtypes(name) if name.startswith(("bfloat16", "float8")) else None) or np.dtype(name)
 
 
 def library_named(name: str) -> Any:
@@ -157,6 +157,12 @@ def is_half(dtype: np.dtype[Any]) -> bool:
     """Return whether `dtype` is float16 or bfloat16, in which nothing is computed and MPI sends nothing."""
     # By name, as ml_dtypes may be missing.
     return dtype.name in ("float16", "bfloat16") and dtype.isnative
+
+
+@cache
+def is_float8(dtype: np.dtype[Any]) -> bool:
+    """Return whether `dtype` is a floating-point one of 8 bits, whose arrays are stored, moved and converted alone."""
+    return dtype.name.startswith("float8")
 
 
 @cache

@@ -18,7 +18,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import REAL, array_namespace, is_half, is_real
+from pce_mpi.arrays import REAL, array_namespace, is_float8, is_half, is_real
 from pce_mpi.autograd.op import Call, Op, operands_of
 from pce_mpi.autograd.recording import put_on_tape
 from pce_mpi.autograd.rules import Plan, Rule, plan
@@ -159,6 +159,9 @@ class _Planned:
         parameters: Iterable[Any],
         arithmetic: Arithmetic,
     ) -> _Planned:
+        if op.name != "astype" and any(map(is_float8, dtypes)):
+            given = ", ".join(dtype.name for dtype in dtypes)
+            raise TypeError(f"{op.name} takes {REAL}, got {given}: convert it first, as by .astype(np.float32)")
         form = arithmetic.form(op)
         summed = plan.result.summed_dims if form is op.exact else ()
         plan = Plan(plan.operands, plan.result.replacing(dict.fromkeys(summed, Replicate())))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, cupy_of, is_half
+from pce_mpi.arrays import array_namespace, cupy_of, is_float8, is_half
 from pce_mpi.comm.communicators import channel_of, has_abandoned
 from pce_mpi.comm.library import gpu_aware, mpi, reduces_on_gpus, takes_large_counts
 from pce_mpi.comm.rehearsed import FakeComm
@@ -47,6 +47,8 @@ def to_wire(array: Array, direct: bool, copy: bool = False) -> Array:
 
     The GPU has finished all work that fills the memory.
     """
+    if is_float8(array.dtype):  # MPI has no datatype for these, and only moves them
+        array = array.view(np.uint8)
     dtype, xp = wire_dtype(array), array_namespace(array)
     if xp is not np and type(array) is not Hollow and not direct:
         return to_pinned(array, dtype)
@@ -72,6 +74,8 @@ def from_wire(received: Array, like: Array) -> Array:
         return from_pinned(received, like)
     if received.dtype == like.dtype:
         return received
+    if is_float8(like.dtype):
+        return received.view(like.dtype)
     with np.errstate(all="ignore"):  # a sum that overflows a half must not raise on one rank alone
         return received.astype(like.dtype)
 

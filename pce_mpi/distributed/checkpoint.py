@@ -266,25 +266,27 @@ def load(
     mesh : Mesh
         The ranks.
     placements : mapping of str to mapping of str to placement, or to DistArray, optional
-        A placement for each array and dim that is named: `{"w": {"model": Shard(0)}}`. The others are Replicate, and
-        none can be Partial. Shards are balanced, however they were saved. A distributed array instead of a mapping
-        means its placements and split points, Replicate for Partial; its shape must be that in the file. So the
-        parameters of a model, such as `{"w": w}`, or the `state` of an optimizer can be passed as they are.
+        The arrays to load, by name, with their placements: `{"w": {"model": Shard(0)}, "b": {}}`. Dims that are not
+        named are Replicate, and none can be Partial. Shards are balanced, however they were saved. A distributed array
+        instead of a mapping means its placements and split points, Replicate for Partial; its shape must be that in
+        the file. So the parameters of a model, such as `{"w": w}`, or the `state` of an optimizer can be passed as they
+        are. Without `placements` all arrays are loaded, Replicate.
     requires_grad : bool, optional
         `backward` finds the gradients of the floating-point arrays. The others, such as a step number, have none.
 
     Returns
     -------
     dict of str to DistArray
-        NumPy's arrays, by name, in the order of the file. bfloat16 needs `ml_dtypes`.
+        NumPy's arrays, by name, in the order of the file. bfloat16 needs `ml_dtypes`, and so do F8_E4M3, F8_E5M2 and
+        F8_E8M0: arrays of these are saved, redistributed, and converted by `astype`, and nothing is computed in them.
 
     Raises
     ------
     OSError
         If the file cannot be read.
     ValueError
-        If the file is no safetensors file, has changed since it was saved, has a dtype that NumPy does not have, or
-        lacks a name of `placements`; or if a placement does not fit.
+        If the file is no safetensors file, has changed since it was saved, or lacks a name of `placements`; if an array
+        that is loaded has another dtype, such as C64; or if a placement does not fit.
     CollectiveError
         If ranks find different files, or want different placements.
 
@@ -294,9 +296,9 @@ def load(
     raises the same error.
 
     Each rank reads the blocks of 64 KiB that have elements of its shards, and compares their checksums; the ranks
-    together read every block. A rank opens the file once, and the ranks agree on the checksum of its header, which has
-    the checksums of the data. So a changed bit is an error, and so are files of two saves on two ranks. A file from
-    elsewhere has no checksums: the ranks agree only on its header.
+    together read every block of the loaded arrays. A rank opens the file once, and the ranks agree on the checksum of
+    its header, which has those of the data. So a changed bit is an error, and so are files of two saves on two ranks. A
+    file from elsewhere has no checksums: the ranks agree only on its header.
 
     Examples
     --------
@@ -319,7 +321,7 @@ def load(
     with local_checks() as checks:
         with TensorFile(Path(path)) as file:
             called["file, which may have been saved anew meanwhile"] = f"checksum {file.checksum:08x}"
-            for name, sharding in _laid_out(file, path, mesh, {} if placements is None else placements):
+            for name, sharding in _laid_out(file, path, mesh, placements):
                 local = file.read(name, sharding.slices(mesh.coordinates))
                 arrays[name] = DistArray(
                     local, mesh, sharding, requires_grad=requires_grad and is_floating(local.dtype)
@@ -430,9 +432,11 @@ def _is_first(sharding: Sharding, where: Mapping[str, int]) -> bool:
 
 
 def _laid_out(
-    file: TensorFile, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement] | DistArray]
+    file: TensorFile, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement] | DistArray] | None
 ) -> Iterator[tuple[str, Sharding]]:
-    """Yield name and sharding of each array of `file`."""
+    """Yield name and sharding of each array of `file` that is loaded, in the order of the file."""
+    if placements is None:
+        placements = {name: {} for name in file.arrays}
     if not isinstance(placements, Mapping):
         raise TypeError(f"placements must be a dict of placements by name, got {shown(placements)}")
     missing = [name for name in placements if name not in file.arrays]
@@ -440,11 +444,12 @@ def _laid_out(
         there = names_shown(list(file.arrays)) or "nothing"
         raise ValueError(f"placements name {names_shown(missing)}, which {str(path)!r} has not; it has {there}")
     for name, shape in file.arrays.items():
+        if name not in placements:
+            continue
         try:
-            sharding = _wanted(placements.get(name, {}), mesh, shape, path)
+            yield name, _wanted(placements[name], mesh, shape, path)
         except (TypeError, ValueError) as error:
             raise type(error)(f"placements[{shown(name)}]: {error}") from error
-        yield name, sharding
 
 
 def _wanted(placements: Mapping[str, Placement] | DistArray, mesh: Mesh, shape: tuple[int, ...], path: Any) -> Sharding:

@@ -31,6 +31,9 @@ CODES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
     "int16": "I16",
     "uint16": "U16",
     "float16": "F16",
@@ -43,7 +46,7 @@ CODES = {
     "uint64": "U64",
 }
 _NAMES = {code: name for name, code in CODES.items()}
-_SIZES = {code: int(re.sub(r"\D", "", code) or 8) // 8 for code in _NAMES}
+_SIZES = {code: int((*re.findall(r"\d+", code), 8)[0]) // 8 for code in _NAMES}
 _MOST_AXES = 64  # NumPy's arrays have no more
 
 # The metadata with the checksum of the header, and that with the length of a block of the data and their checksums.
@@ -76,7 +79,7 @@ def kind_of_file(mode: int) -> str:
 
 def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in a file, which is little-endian."""
-    return dtype if dtype.name == "bfloat16" else dtype.newbyteorder("<")
+    return dtype if dtype.kind == "V" else dtype.newbyteorder("<")
 
 
 def length_of_block(size: int) -> int:
@@ -165,7 +168,8 @@ class TensorFile:
         try:
             return dtype_named(_NAMES[code])
         except TypeError:
-            raise ImportError(f"{_NAMES[code]} needs ml_dtypes: pip install 'pce_mpi[bf16]'") from None
+            text = f"{shown(name)} is {code}: {_NAMES[code]} needs ml_dtypes: pip install 'pce_mpi[bf16]'"
+            raise ImportError(text) from None
 
     def read(self, name: str, part: tuple[slice, ...] | None = None) -> HostArray:
         """Return a new array with `part` of array `name`: a slice with start and stop for each axis; None is all."""

@@ -37,6 +37,7 @@ DTYPES = [
     *(np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64),
     *(np.float16, ml_dtypes.bfloat16, np.float32, np.float64),
 ]
+EIGHT_BITS = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu]
 
 
 @pytest.fixture
@@ -121,25 +122,29 @@ def test_saved_arrays_are_loaded_at_any_placements(comm, folder):
 
 
 def test_file_equals_that_of_safetensors(comm, square, folder):
-    wholes = {f"{np.dtype(dtype).name} {shape}": values(shape, dtype=dtype) for dtype in DTYPES for shape in [(5,), ()]}
+    dtypes = [*DTYPES, *EIGHT_BITS]
+    wholes = {f"{np.dtype(dtype).name} {shape}": values(shape, dtype=dtype) for dtype in dtypes for shape in [(5,), ()]}
     wholes |= {"empty": values((0, 3)), 'a name with "quotes", ünïcode and\nlines': values((2, 3, 4))}
     # Numbers that a detour by float32 or by arithmetic would change.
     wholes["nan with a payload"] = np.array([0x7E01, 0xFD55, 0x8000], np.uint16).view(np.float16)
     wholes["bfloat16 with a payload"] = np.array([0x7FA1, 0xFFC3, 0x8000], np.uint16).view(ml_dtypes.bfloat16)
     wholes["long"] = np.array([2**63 - 1])
-    placements = {name: {"data": Shard(0)} for name, whole in wholes.items() if whole.ndim}
-    arrays = {name: pce.distribute(whole, square, **placements.get(name, {})) for name, whole in wholes.items()}
+    placements = {name: {"data": Shard(0)} if whole.ndim else {} for name, whole in wholes.items()}
+    arrays = {
+        name: held(whole, square, Sharding.of(square.dim_sizes, whole.shape, placements[name]))
+        for name, whole in wholes.items()
+    }
     pce.save(folder / "ours", arrays)
     pce.save(folder / "again", arrays)
     loaded = wholes_of(comm, pce.load(folder / "ours", square, placements))
     ours, again = ((folder / name).read_bytes() for name in ("ours", "again"))
     with safetensors.safe_open(folder / "ours", "np") as file:
-        metadata, found = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        known = [name for name in file.keys() if not name.startswith("float8")]  # only torch's
+        metadata, found = file.metadata(), {name: file.get_tensor(name) for name in known}
     # The library writes several metadata in an order of chance, so that all but their order is compared.
     theirs, mine = (parted(each) for each in (safetensors.numpy.save(wholes, metadata), ours))
-    for got in (found, loaded):
-        assert got.keys() == wholes.keys()
-        assert all(is_same(got[name], whole) for name, whole in wholes.items())
+    assert loaded.keys() == wholes.keys() == {*found, *(name for name in wholes if name.startswith("float8"))}
+    assert all(is_same(got[name], wholes[name]) for got in (found, loaded) for name in got)
     assert int.from_bytes(ours[:8], "little") % 8 == 0
     assert mine == theirs
     assert ours == again
@@ -152,8 +157,8 @@ def test_uneven_arrays_stand_for_their_placements(comm, line, folder):
         "v": pce.distribute(wholes["v"], line, data=Shard(1)),
     }
     pce.save(folder / "f", like | {"step": pce.distribute(3, line)})
-    loaded = pce.load(folder / "f", line, like)
-    balanced = pce.load(folder / "f", line, {"w": {"data": Shard(0)}})
+    loaded = pce.load(folder / "f", line, like | {"step": {}})
+    balanced = pce.load(folder / "f", line, {"w": {"data": Shard(0)}, "v": {}, "step": {}})
     for found in (loaded, balanced):
         assert_equal(wholes_of(comm, found), wholes)
     assert {name: loaded[name].sharding for name in like} == {name: array.sharding for name, array in like.items()}
@@ -165,7 +170,7 @@ def test_file_from_elsewhere_is_loaded_and_replicated(comm, line, folder):
     if comm.rank == 0:
         safetensors.numpy.save_file(wholes, folder / "f", metadata={"format": "pt"})
     comm.Barrier()
-    loaded = pce.load(str(folder / "f"), line, {"w": {"data": Shard(0)}})
+    loaded = pce.load(str(folder / "f"), line, {"w": {"data": Shard(0)}, "b": {}, "n": {}})
     assert {name: array.placements["data"] for name, array in loaded.items()} == {
         "w": Shard(0),
         "b": Replicate(),
@@ -177,14 +182,14 @@ def test_file_from_elsewhere_is_loaded_and_replicated(comm, line, folder):
 def test_file_of_earlier_version_has_same_bits(comm, line):
     earlier = Path(__file__).with_name("saved_by_0.2.safetensors")
     wholes = {np.dtype(dtype).name: values((3, 2), dtype=dtype) for dtype in DTYPES} | {"step": np.array(7)}
-    loaded = pce.load(earlier, line, {name: {"data": Shard(0)} for name, whole in wholes.items() if whole.ndim})
+    loaded = pce.load(earlier, line, {name: {"data": Shard(0)} if whole.ndim else {} for name, whole in wholes.items()})
     assert_equal(wholes_of(comm, loaded), wholes)
 
 
 def test_loaded_parameters_are_floating_arrays_that_step(line, folder):
     wholes = {np.dtype(dtype).name: values((3, 2), dtype=dtype) for dtype in DTYPES} | {"step": np.array(7)}
     pce.save(folder / "f", {name: pce.distribute(whole, line) for name, whole in wholes.items()})
-    loaded = pce.load(folder / "f", line, {"float32": {"data": Shard(0)}}, requires_grad=True)
+    loaded = pce.load(folder / "f", line, {name: {} for name in wholes} | {"float32": {"data": Shard(0)}}, True)
     parameters = {name for name, array in loaded.items() if array.requires_grad}
     w = loaded["float32"]
     w.grad = pce.distribute(wholes["float32"], line, data=Shard(0))
@@ -412,6 +417,61 @@ def test_loading_takes_one_agreement_and_sends_nothing(line, folder):
     assert [(event.operation, event.purpose) for event in trace.events] == [("load", Purpose.AGREEMENT)]
 
 
+@pytest.fixture
+def mixed(comm, folder):
+    """A file from elsewhere: a large array, a small one, arrays of 8 bits, and one of complex numbers."""
+    wholes = {"large": np.zeros((1024, 1024), np.float32), "small": values((4, 4)), "z": np.ones(4, np.complex64)}
+    wholes |= {np.dtype(dtype).name: values((4, 3), dtype=np.float32).astype(dtype) for dtype in EIGHT_BITS}
+    prepared(comm, lambda: safetensors.numpy.save_file(wholes, folder / "f") and None)
+    return folder / "f", wholes
+
+
+def test_loading_reads_named_arrays_alone(comm, line, mixed, monkeypatch):
+    path, wholes = mixed
+    pread, lengths = os.pread, []
+    monkeypatch.setattr(os, "pread", lambda *arguments: (lengths.append(arguments[1]), pread(*arguments))[1])
+    loaded = pce.load(path, line, {"small": {"data": Shard(0)}})
+    read = sum(lengths)
+    lengths.clear()
+    third = pce.load(path, line, {"large": {"data": Shard(0)}})["large"]
+    assert_equal(wholes_of(comm, loaded), {"small": wholes["small"]})
+    header = int.from_bytes(path.read_bytes()[:8], "little")
+    assert read <= 8 + header + 2**16
+    # Of 4 blocks that are read at a time, one may be read twice.
+    assert sum(lengths) <= 8 + header + third.local.nbytes * 5 // 4 + 2 * 2**16
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS)
+def test_arrays_of_8_bits_are_moved_and_converted(comm, line, mixed, dtype):
+    path, wholes = mixed
+    name = np.dtype(dtype).name
+    x = pce.load(path, line, {name: {"data": Shard(0)}}, requires_grad=True)[name]
+    columns = x.redistribute(data=Shard(1))
+    got = [x.full(), columns.full(), (x.astype(np.float32) * 2.0).full(), x.astype(ml_dtypes.bfloat16).full()]
+    pce.save(path.with_name("g"), {name: columns})
+    again = pce.load(path.with_name("g"), line)[name].local
+    whole = wholes[name]
+    expected = [whole, whole, whole.astype(np.float32) * 2, whole.astype(ml_dtypes.bfloat16)]
+    assert all(map(is_same, [*got, again], [*expected, whole]))
+    assert not x.requires_grad
+    for compute in (lambda: x + x, lambda: x * 2.0, lambda: x == x, lambda: x[0], x.max, lambda: np.sort(x)):
+        with pytest.raises(TypeError, match=rf"{name}.*: convert it first, as by .astype\(np.float32\)"):
+            compute()
+
+
+def test_foreign_dtype_is_error_where_named(comm, line, mixed, monkeypatch):
+    path, wholes = mixed
+    others = {name: {} for name in wholes if name != "z"}
+    assert pce.load(path, line, others).keys() == others.keys()
+    texts = [refused(comm, ValueError, pce.load, path, line, named) for named in (None, {"z": {}})]
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    monkeypatch.setattr(tensor_files, "dtype_named", lambda name: np.dtype(name.replace("float8", "no such type")))
+    missing = refused(comm, ImportError, pce.load, path, line, {"float8_e4m3fn": {}})
+    assert pce.load(path, line, {"small": {}}).keys() == {"small"}
+    assert all("'z' is C64, and only BOOL, U8" in text for text in texts)
+    assert "'float8_e4m3fn' is F8_E4M3: float8_e4m3fn needs ml_dtypes: pip install 'pce_mpi[bf16]'" in missing
+
+
 # ----------------------------------------------------------------------------------------------------- errors of saving
 
 
@@ -585,7 +645,7 @@ def test_file_wrong_on_one_rank_raises_everywhere(comm, line, old_file):
 
 def test_long_names_do_not_make_long_messages(comm, folder):
     mesh, name = mesh_of(comm, comm.size), "n" * 100_000
-    for number, entry in enumerate([{"w": (name, [0], [0, 0])}, {name: ("F8_E4M3", [0], [0, 0])}]):
+    for number, entry in enumerate([{"w": (name, [0], [0, 0])}, {name: ("C64", [0], [0, 0])}]):
         prepared(comm, (folder / str(number)).write_bytes, entries(**entry))
     w = pce.distribute(values((2, 2)), mesh)
     texts = [refused(comm, ValueError, pce.load, folder / str(number), mesh) for number in range(2)]
@@ -748,7 +808,7 @@ NO_FILES = {
     "offsets backwards": (entries(w=("F8", [3], [3, 0])), "'w' is 'F8' [3] and has the bytes 3 to 0"),
     "too many axes": (entries(w=("U8", [1] * 65 + [3], [0, 3])), "'w' is 'U8' [1, 1, 1, 1, 1, 1, ...]"),
     "an axis too long": (entries(v=("U8", [2**70, 0], [0, 0]), w=("U8", [3], [0, 3])), ""),
-    "no dtype of arrays": (entries(q=("F8_E4M3", [3], [0, 3])), "'q' is F8_E4M3"),
+    "no dtype of arrays": (entries(q=("F6_E2M3", [4], [0, 3])), "'q' is F6_E2M3"),
     "a name twice": (headed(b'{"w":1,"w":2}'), "is not a safetensors file: a name occurs twice"),
     "deep lists": (headed(b"[" * 100_000), "recursion"),
     "deep objects": (headed(b'{"w":' * 100_000), "recursion"),
@@ -783,7 +843,7 @@ def test_placements_of_many_arrays_take_linear_time(folder, line):
     seconds = []
     gc.disable()  # a collection looks at all that the tests before have left
     try:
-        for placements in [{}, {name: {"data": Shard(0)} for name in names}] * 2:
+        for placements in [None, {name: {"data": Shard(0)} for name in names}] * 2:
             start = time.process_time()
             pce.load(mine, line, placements)
             seconds.append(time.process_time() - start)
@@ -836,4 +896,4 @@ def test_loading_without_ml_dtypes_says_what_to_install(comm, line, folder, monk
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     monkeypatch.setattr(tensor_files, "dtype_named", lambda name: np.dtype({"bfloat16": "no such type"}[name]))
     text = refused(comm, ImportError, pce.load, folder / "f", line)
-    assert "bfloat16 needs ml_dtypes: pip install 'pce_mpi[bf16]'" in text
+    assert "'w' is BF16: bfloat16 needs ml_dtypes: pip install 'pce_mpi[bf16]'" in text
