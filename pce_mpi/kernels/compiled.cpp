@@ -120,16 +120,15 @@ PyObject *row_softmax(PyObject *, PyObject *arguments) {
 
 // Fill the losses of rows, and then their weights, from merged states.
 PyObject *row_losses(PyObject *, PyObject *arguments) {
-    PyObject *given, *valid, *out;
-    LossTerms terms;
+    PyObject *given, *valid, *out, *terms;
     MergedBuffers from;
-    Buffer v, to;
-    if (!PyArg_ParseTuple(arguments, "OOOddd:row_losses", &given, &valid, &out, &terms.smoothing, &terms.share,
-                          &terms.z_loss) ||
-        !from.take(given) || !v.take(valid) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))
+    Buffer v, to, t;
+    if (!PyArg_ParseTuple(arguments, "OOOO:row_losses", &given, &valid, &out, &terms) || !from.take(given) ||
+        !v.take(valid) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) || !t.take(terms))
         return nullptr;
+    const LossTerms of_row = *t.of<LossTerms>();
     double *losses = to.of<double>();
-    return unlocked([&] { fill_losses(from.merged, v.of<bool>(), terms, losses, losses + from.merged.rows); });
+    return unlocked([&] { fill_losses(from.merged, v.of<bool>(), of_row, losses, losses + from.merged.rows); });
 }
 
 // Fill the statistics of rows, and their largest classes, from merged states.
@@ -172,22 +171,21 @@ PyObject *statistics_gradients(PyObject *, PyObject *arguments) {
 // The rows of a gradient: an array of RowGradient, or a tuple, `GradientRows` of compiled.py.
 struct GradientBuffers {
     MergedBuffers merged;
-    Buffer rows, valid, columns, upstream, divisor;
+    Buffer rows, valid, columns, upstream, divisor, terms;
     GradientRows computed = {};
 
     bool take(PyObject *given) {
         if (!PyTuple_Check(given)) return rows.take(given);
-        PyObject *from, *v, *c, *u, *d;
-        LossTerms &terms = computed.terms;
-        if (!PyArg_ParseTuple(given, "OOOOOdddd", &from, &v, &c, &u, &d, &computed.scale, &terms.smoothing,
-                              &terms.share, &terms.z_loss) ||
-            !merged.take(from) || !valid.take(v) || !columns.take(c) || !upstream.take(u) || !divisor.take(d))
+        PyObject *from, *v, *c, *u, *d, *t;
+        if (!PyArg_ParseTuple(given, "OOOOOdO", &from, &v, &c, &u, &d, &computed.scale, &t) || !merged.take(from) ||
+            !valid.take(v) || !columns.take(c) || !upstream.take(u) || !divisor.take(d) || !terms.take(t))
             return false;
         computed.merged = merged.merged;
         computed.valid = valid.of<const bool>();
         computed.columns = columns.of<const int64_t>();
         computed.upstream = upstream_of(upstream);
         computed.divisor = *divisor.of<double>();
+        computed.terms = *terms.of<LossTerms>();
         return true;
     }
 };

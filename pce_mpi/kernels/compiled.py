@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, cached_property, lru_cache
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,16 @@ from pce_mpi.kernels.divergence import (
     row_divergences as row_divergences,
 )
 from pce_mpi.kernels.elementary import DOUBLE, Precision
-from pce_mpi.kernels.losses import target_log_probs as target_log_probs
-from pce_mpi.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
+from pce_mpi.kernels.losses import LossTerms, target_log_probs as target_log_probs
+from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = np.ndarray[Any, Any]
 
 #: `enum Kind` of compiled.cpp
 _KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+#: `struct LossTerms` of losses.h
+_TERMS = Struct(f"{len(LossTerms._fields)}d")
 
 
 def instruction_sets() -> list[str]:
@@ -127,7 +130,7 @@ def row_losses(softmax: CompiledStates, fields: StateFields, valid: Array, terms
     # block that was returned to it, up to 32 MiB: so all of a call, 113 bytes a row, for the next one. New pages would
     # take a tenth of the time of short rows.
     losses = np.empty((8, len(valid)))[:2]
-    _compiled.row_losses(softmax.given, valid, losses, *terms)
+    _compiled.row_losses(softmax.given, valid, losses, _TERMS.pack(*terms))
     return losses
 
 
@@ -171,7 +174,7 @@ def row_gradients(
     terms: LossTerms,
 ) -> GradientRows:
     """Return the rows of a gradient; `losses.row_gradients` has the arguments."""
-    return softmax.given, valid, target_column, upstream, divisor, scale, *terms
+    return softmax.given, valid, target_column, upstream, divisor, scale, _TERMS.pack(*terms)
 
 
 def write_gradient(

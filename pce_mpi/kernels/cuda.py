@@ -45,7 +45,8 @@ from pce_mpi.kernels.launch_config import (
     WARP_SIZE,
     LaunchConfig,
 )
-from pce_mpi.kernels.parameters import ClassWeights, GradientOf, LossTerms, Pair, Transform
+from pce_mpi.kernels.losses import LossTerms
+from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
 from pce_mpi.kernels.row_layout import Output, Rows, rows_of
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 

@@ -5,9 +5,12 @@
 
 namespace pce {
 
-// `LossTerms` in parameters.py.
+// `LossTerms` in losses.py.
 struct LossTerms {
     double smoothing, share, z_loss;
+
+    // True without the terms that are options.
+    bool is_plain() const { return z_loss == 0.0; }
 };
 
 // The loss of a row, and its weight in a mean.

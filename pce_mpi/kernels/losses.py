@@ -5,16 +5,28 @@ With h the class held apart, the loss of a row is u_h (-log p_h) + sum_{c != h} 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pce_mpi.kernels.elementary import transformed
-from pce_mpi.kernels.parameters import LossTerms, Transform
+from pce_mpi.kernels.parameters import Transform
 from pce_mpi.kernels.row_softmax import times
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 
 Array = np.ndarray[Any, Any]
+
+
+class LossTerms(NamedTuple):
+    """The terms of the loss of a row.
+
+    The loss is (1 - smoothing) w_t (-log p_t) + share sum_c w_c (-log p_c) for a target t, or sum_c u_c (-log p_c) for
+    target probabilities, plus z_loss logsumexp^2. `share` is smoothing / classes; the terms after it are options.
+    """
+
+    smoothing: float = 0.0
+    share: float = 0.0
+    z_loss: float = 0.0
 
 
 def row_losses(softmax: Array, fields: StateFields, valid: Array, terms: LossTerms) -> Array:

@@ -44,7 +44,7 @@ struct Merged {
     Sum class_weights;
 
     // True for a loss without options.
-    bool is_plain(const LossTerms &terms) const { return call.is_plain() && terms.z_loss == 0.0; }
+    bool is_plain(const LossTerms &terms) const { return call.is_plain() && terms.is_plain(); }
 
     // Call `each` with the place of each of some rows, its softmax, which is without logarithms if `plain`, as only
     // calls may be that are, and the fields of its state.

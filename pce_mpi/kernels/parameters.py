@@ -21,18 +21,6 @@ class Transform(NamedTuple):
     margin: tuple[float, float, float] = NO_MARGIN
 
 
-class LossTerms(NamedTuple):
-    """The terms of the loss of a row.
-
-    The loss is (1 - smoothing) w_t (-log p_t) + share sum_c w_c (-log p_c) for a target t, or sum_c u_c (-log p_c) for
-    target probabilities, plus z_loss logsumexp^2. `share` is smoothing / classes.
-    """
-
-    smoothing: float = 0.0
-    share: float = 0.0
-    z_loss: float = 0.0
-
-
 class ClassWeights(NamedTuple):
     """The weights u of a sum over classes: `weight`, or `weight` times the smoothed target probabilities.
 

@@ -10,9 +10,9 @@ from kernels.device_arrays import rows_in_memory
 from kernels.places import OnGpu, OnHost
 from pce_mpi.kernels import definition
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
-from pce_mpi.kernels.parameters import ClassWeights, LossTerms, Transform
+from pce_mpi.kernels.parameters import ClassWeights, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
-from ranks.test_definition import FIELDS, MARGINS, ROWS, fill_gradients_of_statistics, logits_of
+from ranks.test_definition import EVERY_TERM, FIELDS, MARGINS, ROWS, fill_gradients_of_statistics, logits_of
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
 TRANSFORMS = [
@@ -226,7 +226,7 @@ def check_softmax(cuda, problem):
 
 def check_losses(cuda, problem):
     """Losses of rows, and the rows of their gradients."""
-    softmax, fields, terms = problem.softmax_columns(), problem.fields, LossTerms(0.1, 0.01, 0.3)
+    softmax, fields, terms = problem.softmax_columns(), problem.fields, EVERY_TERM
     rows, columns = len(softmax), None if problem.columns is None else on_device(problem.columns)
     upstream, divisor, scale = np.linspace(-1.0, 2.0, rows), np.array([1.7]), problem.transform.scale
     halves, one = upstream.astype(np.float16), np.ones(1)  # a single number may be on the host

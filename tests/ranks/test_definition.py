@@ -13,7 +13,8 @@ import pytest
 
 from pce_mpi.kernels import compiled, definition
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision, fma32
-from pce_mpi.kernels.parameters import ClassWeights, LossTerms, Transform
+from pce_mpi.kernels.losses import LossTerms
+from pce_mpi.kernels.parameters import ClassWeights, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ulps import LOSS, OPTIONS, errors
 
@@ -38,6 +39,7 @@ MARGINS = [
 ]
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 ROWS = 8
+EVERY_TERM = LossTerms(*np.linspace(0.1, 0.3, len(LossTerms._fields)).tolist())
 
 
 @pytest.fixture(params=["NumPy", *SETS], scope="module")
@@ -188,7 +190,7 @@ def test_special_values_are_no_floating_point_errors(kernel, kind, name):
         parts = [problem.states(kernel, 0, 3), problem.states(kernel, 3)]
         kernel.merge(*parts, problem.fields, *problem.options.values())
         softmax = problem.softmax(kernel, parts[1])
-        kernel.row_losses(softmax, problem.fields, np.ones(ROWS, np.bool_), LossTerms(0.1, 0.01, 0.3))
+        kernel.row_losses(softmax, problem.fields, np.ones(ROWS, np.bool_), EVERY_TERM)
 
 
 @settings(max_examples=150)
@@ -225,7 +227,7 @@ def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
         counts = ~bad if field == "exponent" else np.ones(ROWS, np.bool_)
         assert same_bits(softmax[counts, column], wanted[counts, column]), field
     rng = np.random.default_rng(seed)
-    fields, terms, valid = problem.fields, LossTerms(0.1, 0.01, 0.3 * (seed % 2)), np.arange(ROWS) != 3
+    fields, terms, valid = problem.fields, LossTerms(*EVERY_TERM[: None if seed % 2 else 2]), np.arange(ROWS) != 3
     assert same_bits(*(kernel.row_losses(of, fields, valid, terms) for kernel, of in pairs))
     if fields.entropy:
         check_statistics(pairs, problem.targets, valid, rng)
@@ -272,7 +274,7 @@ def test_plain_loss_has_bits_of_definition(kernel, classes, kind, dtype):
         states = cut_at(problem, each, [(0, classes // 3), (classes // 3, classes)])
         softmax = problem.softmax(each, states)
         results = [states.view(np.uint64)]
-        for terms in LossTerms(), LossTerms(0.1, 0.0, 0.0), LossTerms(0.0, 0.0, 0.3):
+        for terms in LossTerms(), LossTerms(0.1), *(LossTerms(**{name: 0.3}) for name in LossTerms._fields[2:]):
             results.append(each.row_losses(softmax, StateFields(), valid, terms))
             of = each.row_gradients(softmax, StateFields(), valid, targets, upstream, divisor, 1.0, terms)
             results.append(np.empty_like(logits)[:, :, None])
@@ -610,7 +612,7 @@ def test_gradient_larger_than_caches_has_same_bits(kernel, dtype):
     softmax, fields = np.zeros((rows, len(ROW_SOFTMAX))), StateFields()
     softmax[:, ROW_SOFTMAX["normalizer"]], softmax[:, ROW_SOFTMAX["most"]] = 1e-3, 20
     given = np.arange(rows) % 5 != 4, np.arange(rows) % classes, np.linspace(-1, 1, rows), np.array([1.7])
-    gradient = definition.row_gradients(softmax, fields, *given, 1.0, LossTerms(0.0, 0.0, 0.0))
+    gradient = definition.row_gradients(softmax, fields, *given, 1.0, LossTerms())
     precision = DOUBLE if dtype == np.float64 else SINGLE
     more = {"weights": ClassWeights(), "transform": Transform(), "precision": precision}
     kernel.write_gradient(out, logits[:, :, None], gradient, fields, **more)
