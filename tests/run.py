@@ -1,8 +1,7 @@
-"""Run the tests: tests/ranks by `pytest --ranks N` at each size, others once, each file in a process of its own.
+"""Run the tests: tests/ranks by `pytest --ranks 1,2,3,4`, others once, each file in a process of its own.
 
-A test in tests/ranks that does not ask for `comm` runs at the first size only, and one that is marked with `ranks` at
-these alone. With --gpu, all tests of CuPy arrays and no others run, on a GPU: those that also run on a stand-in for
-CuPy, and those of tests/gpu. With --cupy-on-cpu they run with CuPy itself on the CPU.
+They run side by side where there are cores. With --gpu, all tests of CuPy arrays and no others run, on a GPU: those
+that also run on a stand-in for CuPy, and those of tests/gpu. With --cupy-on-cpu they run with CuPy itself on the CPU.
 """
 
 import argparse
@@ -42,12 +41,12 @@ COLUMNS = ["passed", "failed", "skipped"]
 
 
 class Run:
-    """Tests on so many ranks, in one process of pytest, and how it went; all of a `part` of a folder may be skipped."""
+    """Tests in one process of pytest, and how it went; all of a `part` of a folder may be skipped."""
 
-    def __init__(self, name: str, ranks: int, arguments: list[str], part: bool = False) -> None:
-        self.name, self.ranks, self.part = name, ranks, part
+    def __init__(self, name: str, arguments: list[str], sizes: str = "1", part: bool = False) -> None:
+        self.name, self.part = name, part
         self.waits = name in WAITING
-        self.command = [sys.executable, "-m", "pytest", f"--ranks={ranks}", f"--ranks-timeout={SILENCE}", *arguments]
+        self.command = [sys.executable, "-m", "pytest", f"--ranks={sizes}", f"--ranks-timeout={SILENCE}", *arguments]
         self.counts = Counter[str]()
         self.failures: list[str] = []
         self.seconds = 0.0
@@ -58,7 +57,7 @@ class Run:
         self.process = subprocess.Popen(
             [*self.command, f"--junitxml={self.report}"],
             cwd=ROOT,
-            env=job_environment(self.ranks),
+            env=job_environment(1),
             stdin=subprocess.DEVNULL,
             stdout=self.output,
             stderr=subprocess.STDOUT,
@@ -127,7 +126,7 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
         try:
             while any(queues) or running:
                 for queue in queues:
-                    while queue and fits(queue[0], [run for run in running if run.waits is queue[0].waits]):
+                    while queue and sum(run.waits is queue[0].waits for run in running) < number_of_cores():
                         running.append(queue.popleft())
                         running[-1].start(Path(tempfile.mkdtemp(dir=folder)))
                 for run in [run for run in running if run.is_over(may_be_empty)]:
@@ -140,11 +139,6 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
         finally:
             for run in running:
                 stop(run.process, signal.SIGINT)
-
-
-def fits(run: Run, running: list[Run]) -> bool:
-    """Return whether there is a core for each rank, or it is alone. A run that launches jobs counts as one."""
-    return not running or run.ranks + sum(other.ranks for other in running) <= number_of_cores()
 
 
 def remove_memory_left_behind(since: float) -> None:
@@ -216,11 +210,8 @@ def plan(options: argparse.Namespace) -> list[Run]:
     pytest = [*(["-k", options.k] if options.k else []), *with_cupy]
     runs: list[Run] = []
     if with_ranks:
-        for n in options.n:
-            # A test that asks for no communicator is the same at every size: it runs at the first one.
-            once = ["--only-with-comm"] if runs else []
-            sizes = f"--sizes={','.join(map(str, options.n))}"
-            runs.append(Run(f"{n} rank{'s' * (n > 1)}", n, [*pytest, *once, sizes, *map(str, with_ranks)]))
+        sizes = ",".join(map(str, options.n))
+        runs.append(Run(f"--ranks {sizes}", [*pytest, *map(str, with_ranks)], sizes))
     if in_one_process and options.jobs:
         parts = dict[str, list[Path]]()
         for path in in_one_process:
@@ -229,8 +220,7 @@ def plan(options: argparse.Namespace) -> list[Run]:
             for part in [path] if chosen else sorted(path.rglob("test_*.py"), key=_size, reverse=True):
                 name = part.relative_to(TESTS)
                 parts.setdefault(name.parts[0] if chosen else str(name.with_suffix("")), []).append(part)
-        # Right after the first size: if that is one rank, they run beside it.
-        runs[1:1] = [Run(name, 1, [*pytest, *map(str, paths)], part="/" in name) for name, paths in parts.items()]
+        runs += [Run(name, [*pytest, *map(str, paths)], part="/" in name) for name, paths in parts.items()]
     return runs
 
 

@@ -78,7 +78,7 @@ def _end(group: int) -> None:
     """End all processes of the group, and all descendants of this process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
-    while children := _descendants():
+    while children := descendants(os.getpid()):
         for pid in children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -88,17 +88,17 @@ def _end(group: int) -> None:
                 pass
 
 
-def _descendants() -> list[int]:
-    """Return the children of this process, their children, and so on; none where there is no /proc."""
+def descendants(pid: int) -> list[int]:
+    """Return the children of a process, their children, and so on; none where there is no /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             # The name, in brackets, may have spaces of its own; the state and the parent follow it.
             parent = int(path.read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
-    found = children.get(os.getpid(), [])
-    for pid in found:  # grows on the way
-        found += children.get(pid, [])
+    found = children.get(pid, [])
+    for child in found:  # grows on the way
+        found += children.get(child, [])
     return found
 
 

@@ -101,22 +101,16 @@ def _keyval() -> int:
 
 
 def keep_in_step(items: Iterable[pytest.Item], session: Any) -> None:
-    """Have the tests of Hypothesis among these run each example on all ranks together."""
+    """Have the tests of Hypothesis among these draw the same examples on any ranks, and run each on all together."""
     global _session
     _session = session
     if "hypothesis" not in sys.modules:
         return
     from hypothesis import HealthCheck, Phase, settings
 
-    for item in items:
-        test: Any = getattr(item, "function", None)
-        handle = getattr(test, "hypothesis", None)
-        if handle is None or hasattr(handle.inner_test, "is_in_step"):
-            continue
-        handle.inner_test = _stepping(handle.inner_test, session.comm)
-        given = test._hypothesis_internal_use_settings
+    def sure(given: settings) -> settings:
         # Nothing may depend on chance, on a clock, or on what an earlier run left on disk.
-        test._hypothesis_internal_use_settings = settings(
+        return settings(
             given,
             derandomize=True,
             database=None,
@@ -124,6 +118,17 @@ def keep_in_step(items: Iterable[pytest.Item], session: Any) -> None:
             phases=[phase for phase in given.phases if phase is not Phase.explain],
             suppress_health_check=[*given.suppress_health_check, HealthCheck.too_slow],
         )
+
+    settings.register_profile("ranks", sure(settings()))  # for functions within a test
+    settings.load_profile("ranks")
+    for item in items:
+        test: Any = getattr(item, "function", None)
+        handle = getattr(test, "hypothesis", None)
+        if handle is None or hasattr(handle.inner_test, "is_in_step"):
+            continue
+        if session.comm:
+            handle.inner_test = _stepping(handle.inner_test, session.comm)
+        test._hypothesis_internal_use_settings = sure(test._hypothesis_internal_use_settings)
 
 
 def _stepping(test: Callable[..., Any], comm: MPI.Intracomm) -> Callable[..., Any]:

@@ -139,8 +139,7 @@ class RankSession:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         select(config, items, self.size, self.orders.sizes, self.orders.missing)
-        if self.comm:
-            keep_in_step(items, self)
+        keep_in_step(items, self)
 
     def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
         self._deselected += len(list(items))

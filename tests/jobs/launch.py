@@ -1,6 +1,5 @@
 """Start an MPI job from a single process, with the mpiexec that belongs to the running interpreter."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 import os
@@ -14,6 +13,7 @@ import textwrap
 import time
 from typing import Any, NamedTuple
 
+from pce_mpi.jobs.guard import descendants
 from pce_mpi.jobs.mpiexec import mpiexec, number_of_cores, settings
 from pce_mpi.jobs.patience import Patience
 
@@ -127,19 +127,6 @@ def end_with_stacks(process: subprocess.Popen[str]) -> None:
     stop(process)
     for pid in family:  # processes in groups of their own, which its launchers have not ended
         send(pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that it has started, those that these have started, and so on; Linux alone tells."""
-    children = defaultdict[int, list[int]](list)
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            # The name, in brackets, may have spaces of its own; the state and the parent follow it.
-            children[int(path.read_text().rpartition(")")[2].split()[1])].append(int(path.parent.name))
-    found = list(children[pid])
-    for child in found:  # grows on the way
-        found += children[child]
-    return found
 
 
 def runs_python(pid: int) -> bool:

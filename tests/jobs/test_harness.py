@@ -57,7 +57,7 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
 # tests/run.py
 
 
-def test_run_tells_outcome_by_size_and_in_total(suite):
+def test_run_tells_outcome_by_part_and_in_total(suite):
     write(
         suite,
         "tests/ranks/test_it.py",
@@ -67,6 +67,7 @@ def test_run_tells_outcome_by_size_and_in_total(suite):
         def test_that_passes(comm):
             pass
 
+        @pytest.mark.ranks(2)
         def test_that_is_the_same_at_every_size():
             pass
 
@@ -88,10 +89,9 @@ def test_run_tells_outcome_by_size_and_in_total(suite):
     assert job.returncode == 0
     words = [line.split() for line in job.stdout.splitlines()]
     assert ["passed", "failed", "skipped", "seconds"] in words
-    assert ["1", "rank", "2", "0", "2"] in [line[:5] for line in words]
-    assert ["2", "ranks", "3", "0", "1"] in [line[:5] for line in words]
+    assert ["--ranks", "1,2", "5", "0", "2"] in [line[:5] for line in words]
     assert ["jobs/test_it", "1", "0", "0"] in [line[:4] for line in words]
-    assert closing_line(job) == "6 passed, 0 failed, 3 skipped"
+    assert closing_line(job) == "6 passed, 0 failed, 2 skipped"
 
 
 def test_file_that_waits_runs_beside_another(suite):
@@ -169,7 +169,7 @@ def test_interrupted_run_ends_ranks_and_jobs_together(suite):
     process.send_signal(signal.SIGINT)
     printed, _ = output_of(process)
     assert process.returncode == 1
-    assert "interrupted in 1 rank and jobs" in printed
+    assert "interrupted in --ranks 1,2,3,4 and jobs" in printed
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()))
 
 
