@@ -36,7 +36,7 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run check test test-openmpi test-kernels test-cupy test-gpu test-peers soak lint docs dist wheels clean
+.PHONY: help run check test test-openmpi test-kernels test-cupy test-gpu test-peers test-versions gallery soak lint docs dist wheels clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
@@ -47,6 +47,8 @@ help:
 	@echo 'make test-cupy     run tests of CuPy arrays with CuPy itself on the CPU, at 1, 2 and 3 ranks (N=2: at 2 only)'
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
+	@echo 'make test-versions run what other versions of Python and NumPy may change (PYTHON=python3.13 VENV=/tmp/newer)'
+	@echo 'make gallery       judge a public implementation by the kit (PEER=megatron_core); list them'
 	@echo 'make soak          run for an hour, and look whether memory, descriptors and communicators grow (MINUTES=5: shorter)'
 	@echo 'make lint          check the code with ruff, mypy and import-linter, count its lines, and check what GitHub reads'
 	@echo 'make docs          build the pages in docs/ and a reference from the docstrings, as a site in site/'
@@ -119,6 +121,14 @@ with_cupy := kernels/test_cupy_on_cpu.py kernels/test_launches.py $(addprefix ra
 test-cupy: $(installed)/kernels-$(CUDA)
 	$(bin)/python tests/run.py --cupy-on-cpu -n $(or $(N),1 2 3) $(addprefix tests/,$(with_cupy))
 
+# What a version of Python or NumPy can change: functions, dtypes, protocols, messages, files.
+with_versions := array_library array_standard arrays checkpoint custom_ops dist_array draws functions halves laws \
+	numbers_of_every_kind op_arguments op_gradients ordinary_python sound_arrays special_values wrong_arguments
+
+test-versions: $(installed)/test
+	$(bin)/python -c 'import sys, numpy; print("Python", sys.version.split()[0], "with NumPy", numpy.__version__)'
+	$(bin)/python tests/run.py -n $(or $(N),2) $(patsubst %,tests/ranks/test_%.py,$(with_versions))
+
 # What compute-sanitizer looks at: rows that start and end anywhere, splits of rows, every option.
 sanitized := anywhere or splits or every_option
 
@@ -142,6 +152,9 @@ test-peers: $(installed)/peers
 	done
 	$(bin)/python tests/peers/compare_neighbours.py --rows 64 --classes 2000 --pairs 1
 	$(bin)/mpiexec -n 2 $(bin)/python -m mpi4py tests/peers/compare_transformer.py --width 24 --classes 100 --steps 30
+
+gallery: $(installed)/test
+	$(bin)/python tests/peers/gallery.py $(PEER) $(if $(N),-n $(N))
 
 soak: $(installed)/test
 	$(bin)/mpiexec -n $(or $(N),3) $(bin)/python -m mpi4py tests/soak.py --minutes $(or $(MINUTES),60)
@@ -244,11 +257,13 @@ $(installed)/peers: $(installed)/test | $(torch)
 	cp $(torch)/torch.pth $(VENV)/lib/python*/site-packages
 	touch $@
 
+pins := $(bin)/python tests/peers/gallery.py --pins
+
 $(torch): | $(bin)/pip
 	rm -rf $@.new
-	$(bin)/python -m pip install --quiet --ignore-installed --prefix $@.new torch==2.13.0
-	$(bin)/python -m pip install --quiet --no-deps --prefix $@.new megatron-core==0.16.1 colossalai==0.5.0 \
-		numba==0.68.1 llvmlite==0.50.0
+	$(bin)/python -m pip install --quiet --ignore-installed --prefix $@.new $$($(pins) packages torch_losses)
+	$(bin)/python -m pip install --quiet --no-deps --prefix $@.new $$($(pins) alone megatron_core) \
+		$$($(pins) alone colossalai) numba==0.68.1 llvmlite==0.50.0
 	mv $@.new $@
 
 $(bin)/pip:

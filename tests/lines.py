@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_652,
-    "package, C++ and CUDA": 4_880,
+    "package, Python": 24_659,
+    "package, C++ and CUDA": 4_872,
     "package, lines of docstrings": 8_863,
     "package, files of Python": 226,
-    "tests, Python": 35_514,
+    "tests, Python": 35_628,
 }
 
 SUFFIXES = {

@@ -7,6 +7,7 @@ import pytest
 
 from jobs.launch import ROOT
 from pce_mpi.conformance import adapted, cases, load, run_case
+from peers.gallery import peers
 
 PAGE = " ".join((ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").split())
 
@@ -28,9 +29,10 @@ class Row(NamedTuple):
         return f"{self.candidate}-{self.case}"
 
 
-MEGATRON = "megatron-core", "0.16.1"
-COLOSSALAI = "colossalai", "0.5.0"
-TORCH = "torch", "2.13.0"
+TABLE = peers()
+MEGATRON = TABLE["megatron_core"]["alone"].split("==")
+COLOSSALAI = TABLE["colossalai"]["alone"].split("==")
+TORCH = TABLE["torch_losses"]["packages"].split("==")
 ROWS = [
     Row(*MEGATRON, "megatron_core:unfused", "label_smoothing/float32", f"the ranks' losses differ: {LOCAL}"),
     Row(
