@@ -200,6 +200,24 @@ def compute_dtype_of(dtype: np.dtype[Any], requested: Any = None) -> np.dtype[An
     return wanted
 
 
+@cache
+def result_type(*dtypes: Any) -> np.dtype[Any]:
+    """Return the dtype of an operation on arrays of `dtypes`: NumPy's, whose ufuncs know it for bfloat16 too.
+
+    With integers of 16 bits and more, and with float16, bfloat16 has no common dtype: there it stands for float32.
+    """
+    try:
+        return np.result_type(*dtypes)
+    except TypeError:
+        return np.result_type(*(np.float32 if each.name == "bfloat16" else each for each in dtypes))
+
+
+def in_one_dtype(*arrays: Any) -> list[Any]:
+    """Return arrays in the `result_type` of all of them."""
+    dtype = result_type(*(each.dtype for each in arrays))
+    return [each.astype(dtype, copy=False) for each in arrays]
+
+
 def is_true(array: Any) -> bool:
     """Return whether an array of one bool is true; a hollow one is not."""
     return not isinstance(array, Hollow) and bool(array)
@@ -227,7 +245,7 @@ def numpy_dtype(name: str, floating: bool = True) -> Callable[..., np.dtype[Any]
 
     @cache
     def dtype_of(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
-        dtype = np.result_type(*dtypes)
+        dtype = result_type(*dtypes)
         return (
             dtype
             if floating and is_floating(dtype)

@@ -159,9 +159,6 @@ class _Planned:
         parameters: Iterable[Any],
         arithmetic: Arithmetic,
     ) -> _Planned:
-        if op.name != "astype" and any(map(is_float8, dtypes)):
-            given = ", ".join(dtype.name for dtype in dtypes)
-            raise TypeError(f"{op.name} takes {REAL}, got {given}: convert it first, as by .astype(np.float32)")
         form = arithmetic.form(op)
         summed = plan.result.summed_dims if form is op.exact else ()
         plan = Plan(plan.operands, plan.result.replacing(dict.fromkeys(summed, Replicate())))
@@ -190,6 +187,7 @@ def _planned(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any
     shardings, dtypes = tuple(map(_SHARDING, operands)), tuple(map(_DTYPE, operands))
     items = tuple(parameters.items())
     if op.rule is None:  # not cached: such operations are made for one call, and the cache would keep their functions
+        _check_float8(op, dtypes)
         replicated = Plan(tuple(sharding.replicated for sharding in shardings), shardings[0].replicated)
         return _Planned.of(op, replicated, shardings, dtypes, items, arithmetic)
     try:
@@ -207,6 +205,7 @@ def _cached(
     arithmetic: Arithmetic,
 ) -> _Planned:
     assert op.rule is not None
+    _check_float8(op, dtypes)
     rule = op.rule(*(sharding.shape for sharding in shardings), **dict(parameters))
     if not isinstance(rule, Rule):
         raise TypeError(f"the rule of {op.name} must be a Rule, got {rule!r}")
@@ -216,6 +215,12 @@ def _cached(
     itemsize = np.dtype(op.dtype(*dtypes)).itemsize
     chosen = plan(arithmetic.rule(op, rule), shardings, [dtype.itemsize for dtype in dtypes], itemsize)
     return _Planned.of(op, chosen, shardings, dtypes, parameters, arithmetic)
+
+
+def _check_float8(op: Op, dtypes: Sequence[np.dtype[Any]]) -> None:
+    if op.name != "astype" and any(map(is_float8, dtypes)):
+        given = ", ".join(dtype.name for dtype in dtypes)
+        raise TypeError(f"{op.name} takes {REAL}, got {given}: convert it first, as by .astype(np.float32)")
 
 
 def _number(value: Any, operand: DistArray) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from pce_mpi.arrays import REAL, array_namespace, as_array, check_one_library, is_floating, is_real
+from pce_mpi.arrays import REAL, array_namespace, as_array, check_one_library, is_floating, is_real, result_type
 from pce_mpi.autograd.rules import Plan, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.operators import OPERATIONS
@@ -47,7 +47,7 @@ class Op:
     forward: Callable[..., Any]
     vjps: Sequence[Vjp | None] = ()
     rule: Callable[..., Rule] | None = None
-    dtype: Callable[..., Any] = np.result_type
+    dtype: Callable[..., Any] = result_type
     uses: Sequence[Sequence[int]] | None = None
     wide: bool = False
     wide_sums: Sequence[int] = ()
@@ -154,10 +154,8 @@ def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: st
     xp = array_namespace(first.local)
     if type(value) in (bool, int, float):
         # As in NumPy, a Python number takes the dtype of the arrays that it meets.
-        dtype = np.result_type(*(each.dtype for each in values if hasattr(each, "dtype")))
-        return xp.asarray(
-            value, dtype if is_floating(dtype) else np.result_type(dtype, value)
-        )  # bfloat16 is not NumPy's
+        dtype = result_type(*(each.dtype for each in values if hasattr(each, "dtype")))
+        return xp.asarray(value, dtype if is_floating(dtype) else np.result_type(dtype, value))
     array = xp.asarray(value) if isinstance(value, np.generic) else as_array(value, name)
     if not is_real(array.dtype):
         raise TypeError(f"{name} must be {REAL}, got {array.dtype}")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_true, to_host
+from pce_mpi.arrays import array_namespace, is_true, result_type, to_host
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.elementary import (
     ATANH,
@@ -48,7 +48,7 @@ def elementwise(function: Callable[..., Array]) -> Callable[..., Array]:
     def computed(*arrays: Array) -> Array:
         xp = array_namespace(arrays[0])
         arrays = tuple(xp.broadcast_arrays(*arrays))
-        result = xp.empty(arrays[0].shape, np.result_type(*(array.dtype for array in arrays)))
+        result = xp.empty(arrays[0].shape, result_type(*(array.dtype for array in arrays)))
         flat, operands = result.reshape(-1), [array.reshape(-1) for array in arrays]
         size = BLOCK if xp is np else BLOCK_ON_GPU
         with np.errstate(all="ignore"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, numpy_dtype
+from pce_mpi.arrays import array_namespace, is_floating, numpy_dtype, result_type
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Op, operands_of, operation
 from pce_mpi.comm.tracing import cause
@@ -31,7 +31,7 @@ def binary(
     second: Vjp,
     *linear: Sequence[int],
     uses: Sequence[Sequence[int]],
-    dtype: Any = np.result_type,
+    dtype: Any = result_type,
     forward: Callable[..., Array] | None = None,
     wide: bool = False,
 ) -> Op:
@@ -62,7 +62,7 @@ def _power_gradient_of_exponent(xp: Any, g: Array, a: Array, b: Array) -> Array:
 def _floor_divide(a: Array, b: Array) -> Array:
     """Return NumPy's floor(a / b)."""
     xp = array_namespace(a)
-    if xp is np or not is_floating(np.result_type(a.dtype, b.dtype)):
+    if xp is np or not is_floating(result_type(a.dtype, b.dtype)):
         return xp.floor_divide(a, b)
     rest = xp.fmod(a, b)
     quotient = (a - rest) / b - ((rest != 0) & ((rest < 0) != (b < 0)))
@@ -74,7 +74,7 @@ def _floor_divide(a: Array, b: Array) -> Array:
 def _remainder(a: Array, b: Array) -> Array:
     """Return a - floor(a / b) b as NumPy does, without rounding errors on the way; CuPy rounds each step."""
     xp = array_namespace(a)
-    if xp is np or not is_floating(np.result_type(a.dtype, b.dtype)):
+    if xp is np or not is_floating(result_type(a.dtype, b.dtype)):
         return xp.remainder(a, b)
     rest = xp.fmod(a, b)
     return xp.where(rest == 0, xp.copysign(rest, b), xp.where((rest < 0) != (b < 0), rest + b, rest))

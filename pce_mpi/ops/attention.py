@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.arrays import array_namespace, is_floating, result_type
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, operands_of, operation
 from pce_mpi.autograd.rules import Axis, Rule
@@ -196,4 +196,4 @@ def scaled_dot_product_attention(
         raise ValueError(f"{name}: queries, keys and values of shapes {', '.join(map(str, shapes))} do not fit")
     factor = 1 / math.sqrt(max(1, shapes[0][-1])) if scale is None else real(scale, "scale")
     y = apply(_ATTENTION, *map(widened_with_sums, operands), causal=flag(causal, "causal"), scale=factor)
-    return astype(y, np.result_type(*(x.dtype for x in operands)))
+    return astype(y, result_type(*(x.dtype for x in operands)))

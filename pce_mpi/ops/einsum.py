@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array
+from pce_mpi.arrays import array_namespace, as_array, result_type
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -90,7 +90,7 @@ def _composed(*operands: DistArray, letters: str) -> DistArray:
         labels, found = _times(labels, found, source, array, wanted)
     labels, found = _summed(labels, found, set(result))
     found = transpose(found, [labels.index(letter) for letter in result])
-    return astype(found, np.result_type(*(each.dtype for each in operands)))
+    return astype(found, result_type(*(each.dtype for each in operands)))
 
 
 def _summed(letters: str, x: DistArray, wanted: set[str]) -> tuple[str, DistArray]:
@@ -189,7 +189,7 @@ def einsum(subscripts: str, *operands: Any) -> DistArray:
             sources[index] = "".join(source[place] for place in kept)
             arrays[index] = reshape(array, shape) if isinstance(array, DistArray) else array.reshape(shape)
     letters = f"{','.join(sources)}->{result}"
-    if np.result_type(*(each.dtype for each in arrays)) == np.bool_:  # NumPy adds bool by "or", which no Partial does
+    if result_type(*(each.dtype for each in arrays)) == np.bool_:  # NumPy adds bool by "or", which no Partial does
         arrays = [each.astype(np.int64) for each in arrays]
         return einsum(letters, *arrays) != 0
     return apply(_op(len(arrays)), *arrays, letters=letters)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, compute_dtype_of, is_floating, is_half, numpy_dtype
+from pce_mpi.arrays import array_namespace, compute_dtype_of, is_floating, is_half, numpy_dtype, result_type
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Rule
@@ -61,7 +61,7 @@ def unary(
         _of_functions(forward) if forward else library_function(name),
         (lambda g, y, x: apply(gradient, g, x),),
         elementwise_rule(),
-        dtype=np.result_type if forward else numpy_dtype(name),
+        dtype=result_type if forward else numpy_dtype(name),
         uses=[(0,)],
         wide=True,
         exact=exact,

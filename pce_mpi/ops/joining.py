@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, is_true, to_host
+from pce_mpi.arrays import array_namespace, as_array, in_one_dtype, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -49,7 +49,7 @@ def _concatenate_op(count: int) -> Op:
 
     return Op(
         "concatenate",
-        lambda call, *arrays, axis: array_namespace(arrays[0]).concatenate(arrays, axis),
+        lambda call, *arrays, axis: array_namespace(arrays[0]).concatenate(in_one_dtype(*arrays), axis),
         [vjp_of(index) for index in range(count)],
         _concatenate_rule,
         uses=[()] * count,

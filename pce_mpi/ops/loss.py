@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-import numpy as np
-
-from pce_mpi.arrays import is_half
+from pce_mpi.arrays import is_half, result_type
 from pce_mpi.autograd.op import operands_of, operation
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.loss import softmax_cross_entropy, softmax_cross_entropy_backward
@@ -116,5 +114,5 @@ def mse(x: Any, y: Any) -> DistArray:
     """
     first, second = operands_of("mse", (x, y))
     loss = mean(square(widened(first) - second))
-    dtype = np.result_type(first.dtype, second.dtype)
+    dtype = result_type(first.dtype, second.dtype)
     return astype(loss, dtype) if is_half(dtype) else loss

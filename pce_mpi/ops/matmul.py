@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
+from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half, result_type
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Axis, Rule
@@ -43,7 +43,7 @@ def _tall(stack: Array) -> Array:
 
 def _product(a: Array, b: Array) -> Array:
     xp = array_namespace(a)
-    dtype = np.result_type(a.dtype, b.dtype)
+    dtype = result_type(a.dtype, b.dtype)
     if xp is np and is_half(dtype):  # NumPy's product of halves is slow, and that of bfloat16 is float32
         return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(dtype)
     return xp.matmul(a, b)
@@ -59,7 +59,7 @@ def _exact(multiply: Callable[..., Array], length: Callable[[Shape], int]) -> Ca
     """Make the exact form of `multiply(call, a, b, product)`; its sums have `length(global shape of a)` terms."""
 
     def exact(call: Call, a: Array, b: Array) -> Array:
-        dtype, comm = np.result_type(a.dtype, b.dtype), call.summed_comm
+        dtype, comm = result_type(a.dtype, b.dtype), call.summed_comm
         if not is_floating(dtype):
             return reduced(multiply(call, a, b, _product), comm)
         terms = length(call.operands[0].shape)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half
+from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half, result_type
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -138,7 +138,7 @@ def _norm(x: DistArray, scale: Any, bias: Any, axis: int, eps: float, center: bo
         if factor.shape != (x.shape[axis],):
             raise ValueError(f"{name} must have the length of axis {axis}, ({x.shape[axis]},), got {factor.shape}")
     wide = widened(x) if is_floating(x.dtype) else astype(x, np.float64)
-    dtype = np.result_type(x.dtype if is_half(x.dtype) else wide.dtype, *(factor.dtype for factor in given.values()))
+    dtype = result_type(x.dtype if is_half(x.dtype) else wide.dtype, *(factor.dtype for factor in given.values()))
     norm = _composed if wide.sharding.dims_of(axis) else partial(apply, _NORM)
     y = norm(wide, *([] if scale is None else [scale]), axis=axis, eps=eps, center=center)
     if bias is not None:
@@ -212,7 +212,7 @@ def _normal(x: Array, statistics: Array) -> Array:
 def _scaled_rows(call: Call, x: Array, *scale: Array, axis: int, eps: float, center: bool) -> Array:
     """Return the result; the residuals have the statistics of each row in the place of its elements."""
     xp, rows, count = array_namespace(x), _as_rows(x, axis), x.shape[axis]
-    y = xp.empty(rows.shape, np.result_type(x.dtype, *(each.dtype for each in scale)))
+    y = xp.empty(rows.shape, result_type(x.dtype, *(each.dtype for each in scale)))
     statistics = xp.zeros((len(rows), 3))
     if loops := layer_loops(rows, y):
         loops.normalize(rows, _factors(scale, count), y, statistics, eps, center)
@@ -252,7 +252,7 @@ def _gradient_of_scale(call: Call, g: Array, x: Array, statistics: Array, axis: 
     else:
         for block in _blocks(rows):
             found += (upstream[block] * _normal(rows[block], of_rows[block])).sum(0)
-    return found.astype(np.result_type(g.dtype, x.dtype))
+    return found.astype(result_type(g.dtype, x.dtype))
 
 
 def _rows(shape: Shape, axis: int) -> Axes:
@@ -275,7 +275,7 @@ def _scale_rule(g: Shape, x: Shape, statistics: Shape, axis: int) -> Rule:
 
 
 _GRADIENT = Op("layer_norm", _gradient, rule=_gradient_rule, dtype=lambda g, x, *_: x)
-_GRADIENT_OF_SCALE = Op("layer_norm", _gradient_of_scale, rule=_scale_rule, dtype=lambda g, x, _: np.result_type(g, x))
+_GRADIENT_OF_SCALE = Op("layer_norm", _gradient_of_scale, rule=_scale_rule, dtype=lambda g, x, _: result_type(g, x))
 
 
 def _to_rows(

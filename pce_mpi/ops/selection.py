@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from pce_mpi.arrays import array_namespace, in_one_dtype, result_type
 from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, operation
+from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.arithmetic import binary
 from pce_mpi.ops.broadcasting import sum_to
@@ -55,16 +56,22 @@ _COMPARISONS = {
     name: Op(name, library_function(name), rule=elementwise_rule(), dtype=lambda *_: np.bool_)
     for name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 }
+
+
+def _where(call: Call, condition: Array, a: Array, b: Array) -> Array:
+    return array_namespace(a).where(condition, *in_one_dtype(a, b))
+
+
 _WHERE = Op(
     "where",
-    library_function("where"),
+    _where,
     (
         None,
         lambda g, y, condition, a, b: sum_to(where(condition, g, 0), a.shape),
         lambda g, y, condition, a, b: sum_to(where(condition, 0, g), b.shape),
     ),
     elementwise_rule([1, 2]),
-    dtype=lambda condition, *dtypes: np.result_type(*dtypes),
+    dtype=lambda condition, *dtypes: result_type(*dtypes),
     uses=[(), (0,), (0,)],
 )
 

@@ -454,7 +454,15 @@ def test_arrays_of_8_bits_are_moved_and_converted(comm, line, mixed, dtype):
     expected = [whole, whole, whole.astype(np.float32) * 2, whole.astype(ml_dtypes.bfloat16)]
     assert all(map(is_same, [*got, again], [*expected, whole]))
     assert not x.requires_grad
-    for compute in (lambda: x + x, lambda: x * 2.0, lambda: x == x, lambda: x[0], x.max, lambda: np.sort(x)):
+    for compute in (
+        lambda: x + x,
+        lambda: x * 2,
+        lambda: x * np.arange(3),
+        lambda: x == x,
+        lambda: x[0],
+        x.max,
+        lambda: np.sort(x),
+    ):
         with pytest.raises(TypeError, match=rf"{name}.*: convert it first, as by .astype\(np.float32\)"):
             compute()
 

@@ -120,6 +120,56 @@ FUNCTIONS = [
 ]
 
 
+MIXED: dict[str, Callable[[Any, Any], Any]] = {
+    "+": lambda x, y: x + y,
+    "-": lambda x, y: y - x,
+    "*": lambda x, y: x * y,
+    "/": lambda x, y: x / y,
+    "//": lambda x, y: y // x,
+    "%": lambda x, y: y % x,
+    "**": lambda x, y: x**y,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "clip": lambda x, y: np.clip(x, 1, y),
+    "<": lambda x, y: x < y,
+    "==": lambda x, y: x == y,
+    "where": lambda x, y: np.where(x < 2, x, y),
+    "concatenate": lambda x, y: np.concatenate([x, y]),
+    "stack": lambda x, y: np.stack([x, y], axis=1),
+    "@": lambda x, y: x @ y,
+    "einsum": lambda x, y: np.einsum("ij,kj->ik", x, y),
+    "mse": lambda x, y: pce.mse(x, y) if isinstance(x, pce.DistArray) else ((x - y) ** 2).mean(dtype=y.dtype),
+}
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("name", MIXED)
+@np.errstate(all="ignore")
+def test_bfloat16_widens_beside_wider_dtypes(name, reproducible):
+    x, call = np.array([[0.5, 1.5], [2.5, 3.0]], ml_dtypes.bfloat16), MIXED[name]
+    for other in (np.int16, np.uint16, np.int32, np.int64, np.uint64, np.float16):
+        y, wider = np.array([[3, 2], [1, 3]], other), np.result_type(np.float32, other)
+        expected = call(x.astype(wider), y.astype(wider))
+        with pce.reproducible(reproducible):
+            mesh = alone()
+            held = pce.distribute(x, mesh, requires_grad=True, data=Shard(0))
+            results = [call(held, y), call(held, pce.distribute(y, mesh))]
+            if results[0].requires_grad:
+                results[0].sum().backward()
+        assert np.add(x, y).dtype == wider
+        assert {each.dtype for each in results} == {expected.dtype}
+        for each in results:
+            np.testing.assert_array_equal(each.full(), expected)
+        assert held.grad is None or held.grad.dtype == x.dtype
+
+
+def test_bfloat16_widens_beside_numbers_of_numpy():
+    x = pce.distribute(np.array([1, 2], ml_dtypes.bfloat16), alone())
+    dtypes = {kind: (x * kind(3)).dtype for kind in (int, float, np.int8, np.int16, np.int64, np.float16, np.float32)}
+    same, wide = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+    assert list(dtypes.values()) == [same, same, same, wide, np.float64, wide, wide]
+
+
 @each_half
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
 @np.errstate(all="ignore")
