@@ -124,7 +124,14 @@ def call_ufunc(ufunc: Any, method: str, operands: Sequence[Any], options: dict[s
         return own(*operands)
     function = getattr(ufunc, method)
     _warn_once(f"numpy.{ufunc.__name__}", operands)
-    return op(lambda *arrays: function(*arrays, **options), name=f"numpy.{ufunc.__name__}")(*operands)
+    dtypes = [np.dtype(options["dtype"])] if options.get("dtype") else []
+
+    def forward(*arrays: Any) -> Any:
+        if method in ("__call__", "outer"):  # those of ml_dtypes are right
+            return function(*arrays, **options)
+        return _narrowed(function(*map(_wide, arrays), **options), [*(each.dtype for each in arrays), *dtypes])
+
+    return op(forward, name=f"numpy.{ufunc.__name__}")(*operands)
 
 
 def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -137,6 +144,7 @@ def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, 
     if own is not None and _fits(own, positional, named):
         return own(*positional, **named)
     found: list[DistArray] = []
+    given: list[np.dtype[Any]] = [np.dtype(named["dtype"])] if named.get("dtype") is not None else []
     named_parts: list[Any] = []
 
     def taken_out(value: Any) -> Any:
@@ -144,6 +152,10 @@ def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, 
         if isinstance(value, DistArray):
             found.append(value)
             return _Place(len(found) - 1)
+        if isinstance(value, np.ndarray | np.generic):
+            given.append(value.dtype)
+        elif isinstance(value, np.dtype | type):
+            given.append(np.dtype(value))
         return type(value)(map(taken_out, value)) if type(value) in (list, tuple) else value
 
     places = taken_out(tuple(positional)), {name: taken_out(value) for name, value in named.items()}
@@ -151,17 +163,34 @@ def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, 
     def forward(*arrays: Any) -> Any:
         def put_back(value: Any) -> Any:
             if isinstance(value, _Place):
-                return _read_only(arrays[value])
+                return _read_only(_wide(arrays[value]))
+            if isinstance(value, np.ndarray):
+                return _wide(value)
             return type(value)(map(put_back, value)) if type(value) in (list, tuple) else value
 
         result = function(*put_back(places[0]), **{name: put_back(value) for name, value in places[1].items()})
         if hasattr(result, "_fields"):  # numpy.linalg names some parts
             named_parts.append(type(result))
-        return result
+        return _narrowed(result, [*(each.dtype for each in arrays), *given])
 
     _warn_once(f"numpy.{function.__name__}", found)
     results = op(forward, name=f"numpy.{function.__name__}")(*found)
     return named_parts[0](*results) if named_parts else results
+
+
+def _wide(array: Any) -> Any:
+    """Return `array`, bfloat16 as float32: ml_dtypes does not sort a nan, takes it for none, and adds in bfloat16."""
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _narrowed(result: Any, dtypes: Sequence[np.dtype[Any]]) -> Any:
+    """Return the `result` of a function that took bfloat16 as float32; `dtypes` are those that it was given."""
+    floating = [dtype for dtype in dtypes if dtype.kind not in "biu"]
+    if {dtype.name for dtype in floating} != {"bfloat16"}:
+        return result
+    if isinstance(result, tuple | list):
+        return [_narrowed(part, dtypes) for part in result]
+    return result.astype(floating[0]) if getattr(result, "dtype", None) == np.float32 else result
 
 
 _WRITERS = {"save", "savez", "savez_compressed", "savetxt"}

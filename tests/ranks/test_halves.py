@@ -170,6 +170,50 @@ def test_bfloat16_widens_beside_numbers_of_numpy():
     assert list(dtypes.values()) == [same, same, same, wide, np.float64, wide, wide]
 
 
+NAN = [[2, np.nan, -1, 1], [-np.inf, 0.5, np.nan, 3], [1, -0.0, 0.0, np.nan], [7, 1, 3, 2]]
+# Functions that gather. ml_dtypes does not sort a nan, and adds in bfloat16, where a thousand ones are 256.
+OF_NUMPY: dict[str, Callable[[Any], Any]] = {
+    **{
+        each.__name__: each for each in (np.sort, np.argsort, np.nansum, np.nanmean, np.nanstd, np.nancumsum, np.median)
+    },
+    **{each.__name__: each for each in (np.nan_to_num, np.nanmax, np.nanargmin, np.median, np.gradient, np.ptp)},
+    "partition": lambda x: np.partition(x, 2),
+    "percentile": lambda x: np.nanpercentile(x, 30, axis=1),
+    "isclose": lambda x: np.isclose(x, x, equal_nan=True),
+    "unique": lambda x: np.unique(x, return_counts=True),
+    "unique by names": lambda x: np.unique_counts(x).counts,
+    "histogram": lambda x: np.histogram(x[3:], bins=3),
+    "pinv": lambda x: np.linalg.pinv(x[3:]),
+    "svd": lambda x: np.linalg.svd(x[3:]).S,
+}
+
+
+@pytest.mark.filterwarnings("ignore:numpy.* has no placement rule", "ignore:All-NaN", "ignore:invalid value")
+@pytest.mark.ranks(1, 3)  # the functions gather
+def test_functions_of_numpy_are_right_in_bfloat16(line):
+    bfloat16 = ml_dtypes.bfloat16
+    for name, function in OF_NUMPY.items():
+        got, exact = function(pce.distribute(NAN, line, data=Shard(0)).astype(bfloat16)), function(np.float32(NAN))
+        for one, due in zip(*(each if isinstance(each, tuple) else (each,) for each in (got, exact)), strict=True):
+            due = np.asarray(due)
+            due = due.astype(bfloat16) if due.dtype == np.float32 else due
+            assert one.dtype == due.dtype, name
+            np.testing.assert_array_equal(wide(one.full()), wide(due), err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:numpy.* has no placement rule")
+@pytest.mark.ranks(1, 3)  # the functions gather
+def test_functions_of_numpy_keep_dtypes_beside_bfloat16(line):
+    ones, single = np.ones(1000, ml_dtypes.bfloat16), np.array([1 + 2**-20, 1], np.float32)
+    x = pce.distribute(ones, line, data=Shard(0))
+    sums = [np.add.reduce(x), np.nansum(x), np.add.reduce(x, dtype=np.float32), np.nansum(x, None, np.float32)]
+    beside, after = np.convolve(x, single), np.nextafter(x, ones * 2)
+    assert [float(each) for each in sums] == [1000.0] * 4
+    assert [each.dtype.name for each in sums] == ["bfloat16", "bfloat16", "float32", "float32"]
+    assert is_same(beside.full(), np.convolve(ones.astype(np.float32), single))
+    assert is_same(after.full(), ones + ml_dtypes.finfo(ml_dtypes.bfloat16).eps)
+
+
 @each_half
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.name)
 @np.errstate(all="ignore")
