@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 # it begins to sleep after about 10 ms.
 _SPINS = 20
 _YIELDS = 10_000
+# It listens for errors of other ranks each time that it has yielded so often.
+_LISTENS = 500
 _NAP = 0.0002
 # How long ranks that wait in vain listen for each other.
 _ROLL_CALL_SECONDS = 1.0
@@ -132,6 +134,8 @@ class Channel:
                     break
                 if tests >= _SPINS:
                     give_way()
+                    if tests % _LISTENS == 0 and self.board is not None:
+                        self.board.look(operation)
             else:
                 self._wait_longer(request, operation)
             if self.broken:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 import numpy as np
+import pytest
 
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement, Shard
@@ -26,6 +27,12 @@ from pce_mpi.testing.placing import (
 Array = np.ndarray[Any, Any]
 
 NAMES = ("data", "model", "seq")
+
+# One rank of several that do something else, and a mesh whose dims have two ranks each.
+LINE_AND_GRID = [
+    pytest.param(False, marks=pytest.mark.ranks(3), id="line"),
+    pytest.param(True, marks=pytest.mark.ranks(4), id="grid"),
+]
 
 
 def factorizations(ranks: int, ndim: int) -> Iterator[tuple[int, ...]]:

@@ -13,6 +13,7 @@ import pytest
 import pce_mpi
 from pce_mpi import Partial, Replicate
 from pce_mpi.jobs.patience import slowdown
+from ranks.grids import LINE_AND_GRID
 
 pce: Any = pce_mpi  # wrong arguments are the subject of these tests
 STEPS = 6
@@ -84,13 +85,10 @@ class Program:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("grid", [False, True], ids=["line", "grid"])
+@pytest.mark.parametrize("grid", LINE_AND_GRID)
 @pytest.mark.parametrize("attempts", [False, True], ids=["steps", "attempts"])
-@pytest.mark.ranks(2, 3, 4)
-def test_no_rank_takes_numbers_of_another_step(comm, attempts, grid, seed, several, monkeypatch):
+def test_no_rank_takes_numbers_of_another_step(comm, attempts, grid, seed, monkeypatch):
     monkeypatch.setenv("PCE_MPI_TIMEOUT", f"{(20 if attempts else 2) * slowdown()}")  # steps may go apart
-    if grid and comm.size % 2:
-        pytest.skip("a grid of 2 x n ranks: run this on 2 or 4")
     alone = comm.Dup()  # errors of the last step, which nobody waits for, are of this test
     program = Program(pce.Mesh(alone, **({"data": 2, "model": comm.size // 2} if grid else {"data": comm.size})), seed)
     start = time.monotonic()

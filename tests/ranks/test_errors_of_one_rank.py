@@ -10,8 +10,9 @@ import pytest
 
 import pce_mpi
 from pce_mpi import Partial, Replicate, Shard
+from pce_mpi.comm import communicators
 from pce_mpi.jobs.patience import slowdown
-from ranks.grids import mesh_of
+from ranks.grids import LINE_AND_GRID, mesh_of
 
 # How long the others may wait for a rank that has raised, in seconds of an idle machine.
 AT_MOST = 2.0
@@ -178,11 +179,8 @@ def met(at: At, found: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("grid", [False, True], ids=["line", "grid"])
-@pytest.mark.ranks(2, 3, 4)
-def test_wrong_argument_of_one_rank_raises_everywhere(comm, name, grid, several, impatient):
-    if grid and comm.size % 2:
-        pytest.skip("a grid of 2 x n ranks: run this on 2 or 4")
+@pytest.mark.parametrize("grid", LINE_AND_GRID)
+def test_wrong_argument_of_one_rank_raises_everywhere(comm, name, grid, impatient):
     at = At(comm, grid)
     last = comm.size - 1
     met(at, CALLS[name](at, False))
@@ -198,3 +196,13 @@ def test_wrong_argument_of_one_rank_raises_everywhere(comm, name, grid, several,
         assert f"(rank {last}" in words or words == text
         assert seconds < AT_MOST
     assert [each[:2] for each in later] == [("", "")] * comm.size
+
+
+@pytest.mark.ranks(3)
+def test_error_is_heard_before_a_rank_sleeps(comm, impatient, monkeypatch):
+    at = At(comm, False)
+    monkeypatch.setattr(communicators, "_YIELDS", 10**6)
+    monkeypatch.setattr(communicators.Channel, "_wait_longer", lambda *_: pytest.fail("it sleeps"))
+    with pytest.raises(ValueError, match="7"):
+        met(at, CALLS["axis of sum"](at, comm.rank == 0))
+    assert at.x.mean().full() == pytest.approx(at.values.mean())
