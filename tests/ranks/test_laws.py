@@ -15,6 +15,8 @@ from ranks.grids import mesh_of, squarest
 from ranks.problems import SPLITS, split
 from ulps import FINITE_DIFFERENCE, OPERATION, ROUNDED_ONCE, SHARDED, errors, ulp, worst
 
+# One rank, and shards of several lengths. The laws of bits and of the tape run on more.
+pytestmark = pytest.mark.ranks(1, 3)
 by_call = pytest.mark.parametrize("call", CALLS, ids=str)
 by_dtype = pytest.mark.parametrize(
     "dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda dtype: dtype.__name__
@@ -110,6 +112,7 @@ def test_gradient_is_the_finite_difference(call):
         assert abs(slope - (ends[0] - ends[1]) / (2 * step)) <= limit, name
 
 
+@pytest.mark.ranks(2, 3, 4)  # MPI joins powers of two in another way
 @by_dtype
 @by_call
 def test_call_has_bits_of_one_process(comm, call, dtype):
@@ -267,8 +270,9 @@ OTHERS = {
 }
 
 
+@pytest.mark.ranks(3)  # one rank differs from several
 @by_call
-def test_options_and_operands_that_differ_are_named(comm, call, several):
+def test_options_and_operands_that_differ_are_named(comm, call):
     given, _ = shard_of(comm, call, call.operands(np.float32))
     apart = {"margin": "softcap", "softcap": "margin"}
     changes = [
@@ -293,6 +297,7 @@ def test_options_and_operands_that_differ_are_named(comm, call, several):
     call.run(given, call.upstream_gradients())
 
 
+@pytest.mark.ranks(1, 3, 4)  # a line, and two by two
 @pytest.mark.parametrize("placed", [("model",), ("data",), ("data", "model")], ids="-".join)
 @by_call
 def test_call_on_the_tape_is_the_plain_one(comm, call, placed):
@@ -320,6 +325,7 @@ def test_call_on_the_tape_is_the_plain_one(comm, call, placed):
     check(call, results, whole)
 
 
+@pytest.mark.ranks(1, 2)  # as many as GPUs are tested with
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64], ids=lambda dtype: dtype.__name__)
 @by_call
 def test_cupy_arrays_give_the_same(comm, cupy, call, dtype):
