@@ -30,17 +30,8 @@ from pce_mpi.validation import check_floating_point
 HostArray = np.ndarray[Any, Any]
 
 
-def prepare(
-    options: Options,
-    logits: Any,
-    targets: Any = None,
-    *,
-    needs_targets: bool = True,
-    out: Any = None,
-    with_gradient: bool = False,
-) -> Problem:
+def prepare(options: Options, logits: Any, targets: Any = None, **more: Any) -> Problem:
     """Check the arguments on this rank, and agree on the call with the others; the arguments are those of `check`."""
-    more = {"needs_targets": needs_targets, "out": out, "with_gradient": with_gradient}
     return agree_on(options, partial(check, options, logits, targets, **more))
 
 

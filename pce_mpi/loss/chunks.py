@@ -134,7 +134,6 @@ class Product:
             target_column=None if problem.target_column is None else problem.target_column[rows],
             valid=problem.valid[rows],
             counted=None if problem.counted is None else problem.counted[rows],
-            sharded=(logits, 1),
             inputs=(),
         )
 

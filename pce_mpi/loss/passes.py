@@ -105,14 +105,17 @@ class Residuals(PassResiduals):
 
 def forward(problem: Problem) -> tuple[Array, Residuals]:
     """Return the loss and the residuals; collective over the communicators of `problem`."""
-    return _loss_and_residuals(problem)
+    fields = loss_fields(problem)
+    softmax = row_softmax(problem, fields)
+    loss, divisor = reduced(problem, row_losses(problem, softmax, fields))
+    return loss, Residuals(problem, softmax, divisor, loss.shape)
 
 
 def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     """Return the loss and the gradient, in `problem.out`; collective over the communicators of `problem`."""
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
-    loss, residuals = _loss_and_residuals(problem)
+    loss, residuals = forward(problem)
     write_gradient(gradient, residuals, np.ones(1))
     return loss, gradient
 
@@ -212,13 +215,6 @@ def loss_fields(problem: Problem) -> StateFields:
 def row_losses(problem: Problem, softmax: RowSoftmax, fields: StateFields) -> Array:
     """Return the losses of the rows, and their weights in a mean: (2, rows)."""
     return problem.kernel.row_losses(softmax.columns, fields, problem.counted, problem.loss_terms)
-
-
-def _loss_and_residuals(problem: Problem) -> tuple[Array, Residuals]:
-    fields = loss_fields(problem)
-    softmax = row_softmax(problem, fields)
-    loss, divisor = reduced(problem, row_losses(problem, softmax, fields))
-    return loss, Residuals(problem, softmax, divisor, loss.shape)
 
 
 # A sum of float64 numbers that has the same bits in any order.

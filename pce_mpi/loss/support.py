@@ -146,7 +146,6 @@ class Members:
             logits=logits,
             rows_shape=logits.shape[:1],
             classes=logits.shape[1],
-            sharded=(logits, 1),
         )
         return cls(support, columns, skipped, inner)
 
