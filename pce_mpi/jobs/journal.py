@@ -84,8 +84,9 @@ def beginnings(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the first event of each rank that has begun, whether or not a `Follower` has yielded it."""
     found = {}
     for path in folder.glob(_NAME.format(rank="*")):
-        first, complete, _ = path.read_bytes().partition(b"\n")
-        if complete and isinstance((event := _event(first)).get("pid"), int):
+        with path.open("rb") as file:
+            first = file.readline()
+        if first.endswith(b"\n") and isinstance((event := _event(first)).get("pid"), int):
             found[int(path.stem.removeprefix("rank-"))] = event
     return found
 

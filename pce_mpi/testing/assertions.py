@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+__tracebackhide__ = True  # as in together.py
+
 
 def assert_ulps(
     got: Any, exact: Any, most: float, *, comm: Any = None, offset: int | Sequence[int] | None = None

@@ -41,7 +41,7 @@ class Controller:
 
     def __init__(self, config: pytest.Config, sizes: list[int], limit: float, terminal: str) -> None:
         self._config, self._limit = config, limit
-        self._terminal = terminal if config.option.usepdb else ""
+        self._terminal = terminal if getattr(config.option, "usepdb", False) else ""
         self._sizes, self._why_not = sizes, ""
         if max(sizes) > 1:
             try:
@@ -86,7 +86,7 @@ class Controller:
         for each in map(str, self._config.invocation_params.args):
             option, equals, value = each.partition("=") if each.startswith("--deselect=") else ("", "", each)
             name, of = at_size(value)
-            if of in (0, size):
+            if of in (0, size) and value != "--":  # options follow
                 given.append(f"{option}{equals}{name}")
             elif given[-1:] == ["--deselect"]:
                 given.pop()
@@ -94,6 +94,8 @@ class Controller:
             *given,
             # Ranks start coverage together, and would delete each other's.
             *["--cov-append"] * bool(getattr(self._config.option, "cov_source", None)),
+            # Of pytest-randomly: one order on all ranks, also of the sessions that go on.
+            *[f"--randomly-seed={seed}" for seed in [getattr(self._config.option, "randomly_seed", None)] if seed],
             f"--rootdir={self._config.rootpath}",
             # A rank has imported this package before it starts pytest.
             "-Wignore:Module already imported:pytest.PytestAssertRewriteWarning",
@@ -193,9 +195,9 @@ class _Course:
             case {"event": "finished", "test": test}:
                 self._is_running = False
                 self._hook.pytest_runtest_logfinish(nodeid=self._name(test), location=self._locations[test])
-            case {"event": "warning", "when": "collect" | "config"} if self._orders.after:
-                pass  # the session before has told it
-            case {"event": "warning"} if event in self._warnings:
+            case {"event": "warning", "when": when} if (
+                event in self._warnings or (self._orders.after and when != "runtest")  # the session before has told it
+            ):
                 pass
             case {"event": "warning", "warning": [text, category, filename, lineno], "when": when, "test": test}:
                 self._warnings.append(event)
@@ -233,16 +235,13 @@ class _Course:
         statuses = set(self._over.values())
         if statuses & {pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR}:
             return self._fault("pytest could not run")
-        patience = Patience(_END)
+        self.waiting, patience = [], Patience(_END)
         while self._job.status is None and not patience.is_over():
             time.sleep(_POLL)
         if self._job.status is None:
-            self.waiting = []
             return self._fault(f"ranks had not ended {_END:g} s after the last test", stacks=True)
         if any(status for _, status in self._job.ends()) or (self._job.status and not self._job.ends()):
-            self.waiting = []
             return self._fault(f"after the last test, {self._death(failed=True)}")
-        self.waiting = []
         return ""
 
     def _end_of_some(self) -> str:
@@ -324,7 +323,6 @@ class _Course:
                     text = file.read()
                 whole = text if last else text[: text.rfind(b"\n") + 1]
                 self._shown[rank] += len(whole)
-                sys.stdout.write(
-                    "".join(f"[rank {rank}] {line}\n" for line in whole.decode(errors="replace").splitlines())
-                )
+                lines = whole.decode(errors="replace").splitlines()
+                sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in lines))
         sys.stdout.flush()

@@ -13,7 +13,7 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from pce_mpi.testing.verdict import blocks_of, exchange
+from pce_mpi.testing.verdict import RanksFailure, blocks_of, exchange
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -71,9 +71,9 @@ class in_step:
         verdicts = self._verdicts.allgather({"outcome": outcome, "longrepr": text})
         if all(each["outcome"] == "withdrawn" for each in verdicts):
             return
-        texts = [f"----- {heading}\n{verdict['longrepr']}" for heading, verdict, _ in blocks_of(verdicts)]
+        texts = [[heading, verdict["longrepr"], who] for heading, verdict, who in blocks_of(verdicts)]
         try:
-            raise AssertionError("\n".join(texts))
+            raise AssertionError(str(RanksFailure(texts)))
         except AssertionError as failure:
             failure.__context__ = None  # Hypothesis tells failures apart by it too, and only ranks that failed have one
             raise

@@ -48,9 +48,7 @@ def rank_tmp_path(request: pytest.FixtureRequest) -> Path:
     if session is None:
         path: Path = request.getfixturevalue("tmp_path")
         return path
-    path = (
-        session.shared
-        / f"{re.sub('[^a-zA-Z0-9]', '_', request.node.name)[:30]}-{crc32(request.node.nodeid.encode()):x}"
-    )
+    name = re.sub("[^a-zA-Z0-9]", "_", request.node.name)[:30]
+    path = session.shared / f"{name}-{crc32(request.node.nodeid.encode()):x}"
     path.mkdir(exist_ok=True)  # by the rank that comes first: a fixture that communicates could leave others waiting
     return path

@@ -26,6 +26,8 @@ from pce_mpi.ulps import distances
 from pce_mpi.validation import integer
 
 Array = np.ndarray[Any, Any]
+
+__tracebackhide__ = True  # as in together.py
 Function = Callable[..., Any]
 
 # A power of two, so that numbers and the direction are added without rounding: close to eps**(1/3).

@@ -73,6 +73,10 @@ def pytest_configure(config: pytest.Config) -> None:
     sizes = parse_sizes(option.ranks)
     if getattr(option, "numprocesses", None):
         raise pytest.UsageError("--ranks starts processes itself: leave out -n of pytest-xdist")
-    if option.usepdb and not _terminal:
+    if getattr(option, "stepwise", False):
+        raise pytest.UsageError(
+            "--stepwise counts the tests of one number of ranks: with --ranks give -x, then -x --lf"
+        )
+    if getattr(option, "usepdb", False) and not _terminal:
         raise pytest.UsageError("--pdb with --ranks needs a terminal for standard input and output")
     config.pluginmanager.register(Controller(config, sizes, option.ranks_timeout, _terminal), "pce_mpi-controller")

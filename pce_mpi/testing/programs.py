@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+__tracebackhide__ = True  # as in together.py
+
 
 @telling
 def compare_with_one_process(

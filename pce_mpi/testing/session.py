@@ -109,6 +109,7 @@ class RankSession:
         if self._journal or self.rank:
             given = {"workerid": f"rank {self.rank}", "workercount": self.size, "cov_master_rsync_roots": []}
             given |= {"cov_master_host": socket.gethostname(), "cov_master_topdir": os.getcwd()}
+            given["randomly_seed"] = getattr(config.known_args_namespace, "randomly_seed", None)
             vars(config).update(workerinput=given, workeroutput={})
 
     def own_folder(self, basetemp: str) -> str:
@@ -159,7 +160,7 @@ class RankSession:
             self._write("refused", text=str(error))
             raise
         except Exception as error:
-            self._write("left", where="collection", how="could not collect its tests", text=str(error), report=None)
+            self._write("left", how="could not collect its tests", text=str(error), report=None)
             raise
         self._agree_on_collection(session)
         tests = [item.nodeid for item in session.items]
@@ -267,13 +268,11 @@ class RankSession:
     # The end.
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        status, interrupted = (
-            getattr(excinfo.value, "returncode", None),
-            excinfo.errisinstance(pytest.Session.Interrupted),
-        )
+        interrupted = excinfo.errisinstance(pytest.Session.Interrupted)
+        status = getattr(excinfo.value, "returncode", None)
         self._write("exit", text=str(excinfo.value), status=status, interrupted=interrupted)
         # Session.Interrupted comes from all ranks alike; anything else (pytest.exit) may come from this one alone.
-        if self.comm and not self._journal and not excinfo.errisinstance(pytest.Session.Interrupted):
+        if self.comm and not self._journal and not interrupted:
             exchange(self.comm, False, 0, self.waiting("the session", excinfo.exconly(), "was interrupted"))
 
     def pytest_internalerror(self, excrepr: object) -> None:
@@ -315,7 +314,7 @@ class RankSession:
     def _leave(self, where: str, how: str, text: str, report: Any = None) -> None:
         """End the job, as ranks that this one has left waiting cannot be told otherwise."""
         if self._journal:
-            self._write("left", where=where, how=how, text=text, report=report and self._data(report))
+            self._write("left", how=how, text=text, report=report and self._data(report))
             while True:  # until the job is ended
                 time.sleep(1)
         elif self.comm:

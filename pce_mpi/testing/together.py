@@ -18,6 +18,9 @@ from pce_mpi.comm.tracing import cause, untraced
 from pce_mpi.distributed.array import DistArray, redistribute
 
 Array = np.ndarray[Any, Any]
+
+# pytest leaves the frames of this file out of the text of a failure.
+__tracebackhide__ = True
 Place = tuple[slice, ...]
 
 # The number of elements that a failure shows, and of failures of many ranks.

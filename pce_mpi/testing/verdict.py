@@ -20,7 +20,6 @@ from pce_mpi.jobs.patience import Patience
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    import pytest
 
 # There may be more ranks than cores, so that a rank that waits leaves its core to the others. One that yields it hears
 # of the last rank within microseconds, one that sleeps within a millisecond: at first a rank yields.
@@ -47,7 +46,7 @@ def exchange(comm: MPI.Comm, passed: bool, errors: int, wait: Callable[[float], 
             while not arrivals.Test():
                 patience.is_over()
                 wait(-patience.left)
-                time.sleep(_NAP)
+                time.sleep(max(_NAP, min(-patience.left, 1.0) / 100))  # a hundredth of the time is not much later
     return bool(of_all[:, 0].all()), int(of_all[:, 1].max())
 
 
@@ -82,17 +81,18 @@ class RanksFailure:
     `blocks` are JSON: a heading, the serialized report of one rank or a text, and whose it is, for a line of summary.
     """
 
-    def __init__(self, blocks: Sequence[Sequence[Any]], config: pytest.Config) -> None:
-        self._blocks, message = [], ""
+    def __init__(self, blocks: Sequence[Sequence[Any]], config: Any = None) -> None:
+        self._blocks, crashes = [], list[Crash]()
         for heading, body, who in blocks:
             if isinstance(body, Mapping):
                 report = config.hook.pytest_report_from_serializable(config=config, data=deepcopy(body))
                 crash = getattr(report.longrepr, "reprcrash", None)
                 text = crash.message if crash else _reason(report)
-                message = message or f"{who}{text}"
+                path, line = (crash.path, crash.lineno) if crash else ("", 0)
+                crashes.append(Crash(path, line, f"{who}{text}"))
                 body = report.longrepr if crash else text
             self._blocks.append((heading, body))
-        self.reprcrash = Crash("", 0, message or self._blocks[0][0])
+        self.reprcrash = [*crashes, Crash("", 0, self._blocks[0][0])][0]
 
     def toterminal(self, out: Any) -> None:
         """Write all blocks to a `TerminalWriter`."""

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from jobs.faulty_tests import AFTER, FAULTS, NOT_COLLECTED, START
 from jobs.launch import ROOT, CompletedJob, complete, job_command, job_environment, output_of, stop
+from pce_mpi.jobs.mpiexec import mpiexec
 from pce_mpi.jobs.patience import slowdown, wait_until
 from pce_mpi.testing.sizes import at_size
 
@@ -33,6 +35,16 @@ def run(folder: Path, *arguments: str, limit: float = 100.0) -> CompletedJob:
     return complete(command, cwd=folder, limit=limit, env={**job_environment(3), "COLUMNS": "150"})
 
 
+def without_mpiexec(folder: Path) -> tuple[str, dict[str, str]]:
+    """Return a Python beside which there is no mpiexec, and an environment without one."""
+    python = folder / "python"
+    python.symlink_to(sys.executable)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    bare = {"PATH": "/usr/bin:/bin", "MPIEXEC": "", "COLUMNS": "150", "PYTHONPATH": paths}
+    bare["LD_LIBRARY_PATH"] = f"{sys.prefix}/lib"  # of PyPI's MPI library, which is found beside its own Python
+    return str(python), job_environment(1) | bare
+
+
 def cases_of(report: Path) -> dict[str, str]:
     """Return what a report in JUnit's format says of each test: all that went wrong, or nothing."""
     cases: dict[str, str] = {}
@@ -44,20 +56,22 @@ def cases_of(report: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def faulty(tmp_path_factory):
-    """The cases of all faults, in one run on 3 ranks, and its output."""
-    folder = tmp_path_factory.mktemp("faulty")
-    for name, (source, _) in {**FAULTS, **NOT_COLLECTED}.items():
-        write(folder, START + source + AFTER, name)
+def faulty(request, tmp_path_factory):
+    """The names of the faults that are chosen, the cases of one run with them on 3 ranks, and its output."""
+    faults, folder = {**FAULTS, **NOT_COLLECTED}, tmp_path_factory.mktemp("faulty")
+    parametrized = [item for item in request.session.items if {"faulty", "name"} <= {*item.fixturenames}]
+    names = {item.callspec.params["name"] for item in parametrized} or faults.keys()
+    for name in names:
+        write(folder, START + faults[name][0] + AFTER, name)
     options = ["--continue-on-collection-errors", "--junitxml=report.xml"]
     job = run(folder, "--ranks=3", *options, limit=400)
     assert "test session starts" in job.stdout, job.stdout + job.stderr
-    return job, cases_of(folder / "report.xml")
+    return names, cases_of(folder / "report.xml"), job
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_names_its_test_and_its_ranks(faulty, name):
-    _, cases = faulty
+    _, cases, _ = faulty
     for words in FAULTS[name][1]:
         assert words in cases[f"test_{name}::test_it@3"]
     assert cases[f"test_{name}::test_after@3"] == ""
@@ -65,17 +79,20 @@ def test_fault_names_its_test_and_its_ranks(faulty, name):
 
 @pytest.mark.parametrize("name", NOT_COLLECTED)
 def test_file_that_ranks_find_differently_fails_alone(faulty, name):
-    _, cases = faulty
+    _, cases, _ = faulty
     for words in NOT_COLLECTED[name][1]:
         assert words in cases[f"::test_{name}"]
     assert f"test_{name}::test_after@3" not in cases
 
 
 def test_every_fault_is_counted_once(faulty):
-    job, cases = faulty
+    names, cases, job = faulty
     assert job.returncode == 1
-    assert len([test for test in cases if "::test_it" in test]) == len(FAULTS)
-    assert len([test for test, wrong in cases.items() if wrong]) == len(FAULTS) + len(NOT_COLLECTED)
+    assert {test for test in cases if "::test_it" in test} == {
+        f"test_{name}::test_it@3" for name in names & FAULTS.keys()
+    }
+    wrong = [f"test_{name}.py{'::test_it@3' * (name in FAULTS)}" for name in names]
+    assert sorted(re.findall(r"^(?:FAILED|ERROR) (\S+)", job.stdout, re.MULTILINE)) == sorted(wrong)
     assert len(job.stdout) < 1_000_000
 
 
@@ -151,10 +168,6 @@ def test_ordinary_tests_run_at_their_sizes(tmp_path):
     assert job.returncode == 0, job.stdout
     cases = cases_of(tmp_path / "report.xml")
     sizes = {
-        name: [at_size(test)[1] for test in cases if at_size(test)[0] == f"test_it::{name}"]
-        for name in ("test_letter[a]", "test_of_two", "test_of_several", "test_of_others", "test_mesh", "test_folder")
-    }
-    assert sizes == {
         "test_letter[a]": [1, 2, 3],
         "test_of_two": [2],
         "test_of_several": [2, 3],
@@ -162,6 +175,8 @@ def test_ordinary_tests_run_at_their_sizes(tmp_path):
         "test_mesh": [2],
         "test_folder": [1, 2, 3],
     }
+    for name, expected in sizes.items():
+        assert [at_size(test)[1] for test in cases if at_size(test)[0] == f"test_it::{name}"] == expected
     assert "runs on 5 or 7 ranks, which 1 and 2 and 3 are not" in job.stdout
     assert "UserWarning: careful" in job.stdout and ", 3 warnings in" in job.stdout
     assert "slowest 3 durations" in job.stdout
@@ -173,7 +188,8 @@ def test_last_failures_and_names_run_alone(tmp_path):
     assert "1 failed, 3 passed" in run(tmp_path, "--ranks=1,2").stdout
     last = run(tmp_path, "--ranks=1,2", "--lf")
     assert "test_it.py::test_bad@2" in last.stdout and "1 failed in" in last.stdout.splitlines()[-1]
-    assert "1 failed in" in run(tmp_path, "--ranks=1,2", "test_it.py::test_bad@2").stdout
+    named = run(tmp_path, "--ranks=1,2", "-p", "no:debugging", "--", "test_it.py::test_bad@2")
+    assert "1 failed in" in named.stdout
     assert "2 passed, 2 deselected" in run(tmp_path, "--ranks=1,2", "-k", "good").stdout
     listed = run(tmp_path, "--ranks=1,2", "--collect-only", "-q").stdout
     assert "test_it.py::test_good@2" in listed and "passed" not in listed
@@ -187,24 +203,10 @@ def test_first_failure_ends_the_session(tmp_path):
 
 
 def test_first_failure_lets_fixtures_end(tmp_path):
-    write(
-        tmp_path,
-        """
-        from pathlib import Path
-        import time
-
-        import pytest
-
-        @pytest.fixture(scope="module")
-        def resource(comm):
-            yield
-            time.sleep(1)
-            Path(f"ended-{comm.rank}").touch()
-
-        def test_it(resource):
-            assert False
-        """,
+    fixture = (
+        "yield\n    time.sleep(1)\n    open(f'ended-{comm.rank}', 'w')\n\ndef test_it(resource):\n    assert False"
     )
+    write(tmp_path, START + f"@pytest.fixture(scope='module')\ndef resource():\n    {fixture}")
     assert run(tmp_path, "--ranks=2", "-x").returncode == 1
     assert len([*tmp_path.glob("ended-*")]) == 2
 
@@ -279,41 +281,37 @@ def test_output_is_shown_as_it_comes(tmp_path):
 
 def test_without_mpi_other_sizes_are_told(tmp_path):
     write(tmp_path, "import pytest\n\ndef test_it():\n    pass\n\n@pytest.mark.ranks(2)\ndef test_two():\n    pass")
-    environment = {**job_environment(1), "PATH": "/usr/bin:/bin", "MPIEXEC": "", "COLUMNS": "150"}
-    python = tmp_path / "python"  # beside which there is no mpiexec
-    python.symlink_to(sys.executable)
-    paths = os.pathsep.join(path for path in sys.path if path)
-    job = complete(
-        [str(python), "-m", "pytest", "--ranks=1,2", "-rs"],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": paths},
-    )
+    python, environment = without_mpiexec(tmp_path)
+    job = complete([python, "-m", "pytest", "--ranks=1,2", "-rs"], cwd=tmp_path, env=environment)
     assert "no mpiexec was found" in job.stdout, job.stdout + job.stderr
     assert "1 passed, 1 skipped" in job.stdout
 
 
-WRONG = {
-    "0": "give numbers of ranks",
-    "two": "give numbers of ranks",
-    "1,": "give numbers of ranks",
-}
+def test_srun_starts_ranks_within_a_job(tmp_path):
+    write(tmp_path, "def test_it(comm):\n    assert comm.allreduce(1) == 2")
+    python, environment = without_mpiexec(tmp_path)
+    srun = tmp_path / "srun"  # a stand-in, from which mpiexec must not learn of a job that is none
+    launcher = f"env -u SLURM_JOB_ID {shlex.join(mpiexec())}"
+    srun.write_text(f'#!/bin/sh\n[ "$3" = --kill-on-bad-exit=1 ] && shift 3 && exec {launcher} "$@"\n')
+    srun.chmod(0o755)
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    job = complete([python, "-m", "pytest", "--ranks=2"], cwd=tmp_path, env=environment | {"SLURM_JOB_ID": "1"})
+    assert f"ranks: 2, by {srun} --overlap" in job.stdout, job.stdout + job.stderr
+    assert "1 passed in" in job.stdout
 
 
-@pytest.mark.parametrize("ranks", WRONG)
+@pytest.mark.parametrize("ranks", ["0", "two", "1,"])
 def test_wrong_sizes_are_refused_in_words(tmp_path, ranks):
     job = run(tmp_path, f"--ranks={ranks}")
     assert job.returncode == pytest.ExitCode.USAGE_ERROR
-    assert WRONG[ranks] in job.stderr
+    assert "give numbers of ranks" in job.stderr
 
 
 @pytest.mark.parametrize("mark", ["ranks('a')", "ranks(max=2)", "mesh(2)", "mesh(a='rest', b='rest')", "mesh(a=0)"])
 def test_wrong_marks_are_refused_in_words(tmp_path, mark):
     job = run(write(tmp_path, f"import pytest\n\n@pytest.mark.{mark}\ndef test_it(mesh):\n    pass"), "--ranks=2")
     assert job.returncode == pytest.ExitCode.USAGE_ERROR
-    assert (
-        f"pytest.mark.{mark.partition('(')[0]} takes" in job.stderr
-        or 'one dim of a mesh can be the "rest"' in job.stderr
-    )
+    assert re.search(rf"pytest.mark.{mark.partition('(')[0]} takes|one dim of a mesh can be the \"rest\"", job.stderr)
 
 
 def test_file_that_is_not_there_is_refused(tmp_path):
@@ -333,6 +331,20 @@ def test_report_on_the_page_is_what_pytest_says(tmp_path):
     job = run(tmp_path, "--ranks=1,3", "--tb=line")
     failure = re.search(r"^FAILED .*$", job.stdout, re.MULTILINE)
     assert failure and failure[0] in page
+    assert re.search(r"^\S+/test_mean.py:14: ranks 1, 2 of 3: assert", job.stdout, re.MULTILINE)
+
+
+def test_order_by_chance_is_that_of_all_ranks(tmp_path):
+    (tmp_path / "chance.py").write_text(
+        "import random\n\ndef pytest_addoption(parser):\n    parser.addoption('--randomly-seed', type=int)\n\n"
+        "def pytest_configure(config):\n"
+        "    seed = config.option.randomly_seed or random.getrandbits(30)\n"
+        "    config.option.randomly_seed = getattr(config, 'workerinput', {'randomly_seed': seed})['randomly_seed']\n\n"
+        "def pytest_collection_modifyitems(config, items):\n"
+        "    random.Random(config.option.randomly_seed).shuffle(items)\n"
+    )
+    write(tmp_path, START + "@pytest.mark.parametrize('n', range(9))\ndef test_it(n):\n    n or here and os._exit(3)")
+    assert "1 failed, 8 passed in" in run(tmp_path, "-p", "chance", "--ranks=2").stdout
 
 
 # Under a launcher
@@ -422,20 +434,19 @@ def test_debugger_opens_on_the_rank_that_failed(tmp_path):
     said = ""
     deadline = time.monotonic() + 60 * slowdown()
     try:
-        while "(Pdb)" not in said:
-            assert time.monotonic() < deadline, said
-            said += os.read(main, 10_000).decode(errors="replace")
-        os.write(main, b"p answer\nc\n")
-        while " failed" not in said or "43" not in said:
-            assert time.monotonic() < deadline, said
-            said += os.read(main, 10_000).decode(errors="replace")
+        for typed, awaited in ((b"", "(Pdb)"), (b"p answer\nc\n", " failed in")):
+            os.write(main, typed)
+            while awaited not in said:
+                assert time.monotonic() < deadline, said
+                said += os.read(main, 10_000).decode(errors="replace")
     finally:
         stop(process)
         os.close(main)
-    assert "rank 1 of 2" in said
+    assert "rank 1 of 2" in said and "43" in said
 
 
-def test_debugger_without_terminal_is_refused(tmp_path):
-    job = run(write(tmp_path, "def test_it():\n    pass"), "--ranks=2", "--pdb")
+@pytest.mark.parametrize("option, words", {"--pdb": "needs a terminal", "--stepwise": "give -x"}.items())
+def test_option_that_does_not_work_is_refused(tmp_path, option, words):
+    job = run(write(tmp_path, "def test_it():\n    pass"), "--ranks=2", option)
     assert job.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--pdb with --ranks needs a terminal" in job.stderr
+    assert option in job.stderr and words in job.stderr

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
-from jobs.launch import ROOT, job_environment
+from jobs.faulty_tests import AFTER, FAULTS, START
+from jobs.launch import ROOT, complete, job_environment
 from jobs.one_node_slurm import missing, one_node_slurm
+from jobs.test_faulty_tests import without_mpiexec, write
 from pce_mpi.jobs.patience import slowdown
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -81,6 +83,18 @@ def test_killed_rank_ends_documented_srun(slurm, documented_line):
     assert job.returncode != 0
     assert "rank 0 of 2" in job.stdout
     assert "Killed" in job.stderr
+
+
+def test_tests_run_on_ranks_within_a_job(slurm, tmp_path):
+    write(tmp_path, START + FAULTS["kill"][0] + AFTER)
+    python, environment = without_mpiexec(tmp_path)
+    command = ["salloc", "--ntasks=2", "--overcommit", python, "-m", "pytest", "--ranks=2", "--color=no"]
+    # PyPI's MPICH is no cluster's own MPI, which Slurm knows.
+    environment |= {"SLURM_CONF": slurm["SLURM_CONF"], "SLURM_MPI_TYPE": "pmi2"}
+    job = complete(command, cwd=tmp_path, env=environment)
+    assert "srun --overlap" in job.stdout, job.stdout + job.stderr
+    assert "rank 1 of 2 died of SIGKILL" in job.stdout
+    assert "1 failed, 1 passed in" in job.stdout
 
 
 def test_tasks_of_plain_srun_are_found_apart(slurm):

@@ -38,6 +38,12 @@ def words_of(ranks, call, *arguments, **options):
 # ---------------------------------------------------------------------------------------------------------- one process
 
 
+def test_failure_shows_the_line_of_the_test_alone():
+    with pytest.raises(AssertionError) as failure:
+        assert_ulps(1.0, 2.0, 1)
+    assert [str(entry.path) for entry in failure.traceback.filter(failure)] == [__file__]
+
+
 @pytest.mark.parametrize("dtype", [*HALVES, np.float32, np.float64])
 def test_ulps_are_neighbours_of_each_dtype(dtype):
     exact = np.array([0.0, 1.0, 1.5, -3.0, 1 / 1024], dtype)
