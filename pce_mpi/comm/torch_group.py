@@ -29,20 +29,24 @@ class TorchGroup:
     """The ranks of a `torch.distributed.ProcessGroup` with a backend for the CPU, such as gloo.
 
     Torch numbers the collectives of a group, so that the caller's never meet ours; it bounds the wait for them by the
-    timeout of the group.
+    timeout of the group. Several groups are those of this rank along dims of a mesh, whose `ranks` come in the order of
+    the mesh: what is gathered over the last is gathered over the one before.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, *groups: Any, ranks: Sequence[int] = ()) -> None:
         from torch import distributed
 
-        backends = distributed.get_backend_config(group)
-        if "cpu:" not in backends:
-            raise TypeError(
-                f"a process group of torch must have a backend for the CPU, such as gloo; it has {backends}"
-            )
-        self.group = group
-        self.ranks = distributed.get_process_group_ranks(group)
-        self.rank, self.size = distributed.get_rank(group), len(self.ranks)
+        self.rank = 0
+        for group in groups:
+            backends = distributed.get_backend_config(group)
+            if "cpu:" not in backends:
+                raise TypeError(
+                    f"a process group of torch must have a backend for the CPU, such as gloo; it has {backends}"
+                )
+            self.rank = self.rank * distributed.get_world_size(group) + distributed.get_rank(group)
+        self.groups = groups
+        self.ranks = ranks or distributed.get_process_group_ranks(groups[0])
+        self.size = len(self.ranks)
         self.comm = self  # it is its own channel
         _let_torch_end()
 
@@ -63,8 +67,9 @@ class TorchGroup:
         """Record a collective of `size` bytes from this rank and start it."""
         if _world_of_parent is not None and _world_of_parent is _world():
             raise RuntimeError(FORKED.format("the process group is made"))
-        if why_broken := _broken.get(self.group):
-            raise CollectiveTimeout(f"this process group is not usable any more: {why_broken}")
+        for group in self.groups:
+            if why_broken := _broken.get(group):
+                raise CollectiveTimeout(f"this process group is not usable any more: {why_broken}")
         if open_traces():
             record(why, collective, purpose, ranks=self.size, bytes=size)
         return start(*arguments, operation=waiting_in or why.operation)
@@ -72,7 +77,8 @@ class TorchGroup:
     @staticmethod
     def give_up(group: Any, why: str) -> None:
         """Mark a process group of torch, wrapped or not, as unusable."""
-        _broken.setdefault(group.group if isinstance(group, TorchGroup) else group, why)
+        for each in group.groups if isinstance(group, TorchGroup) else [group]:
+            _broken.setdefault(each, why)
 
     def Iallgather(self, mine: HostArray, everyones: HostArray, *, operation: str) -> Pending:
         """Gather blocks of one size."""
@@ -132,21 +138,32 @@ class Pending:
     def __init__(
         self, group: TorchGroup, operation: str, mine: HostArray, size: int, finish: Callable[[HostArray], None]
     ) -> None:
+        self._finish, self._where = finish, f"{operation}, on rank {group.rank} of {group.size}"
+        self._left, self._shape = list(group.groups), (group.size, size)
+        self._gathered = np.zeros(size, np.uint8)
+        self._gathered[: mine.nbytes] = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
+        self._start()
+
+    def _start(self) -> None:
+        """Start to gather over the last group that is left."""
         import torch
 
-        sent, self._gathered = np.zeros(size, np.uint8), np.empty((group.size, size), np.uint8)
-        sent[: mine.nbytes] = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
-        self._finish, self._where = finish, f"{operation}, on rank {group.rank} of {group.size}"
+        sent, group = self._gathered, self._left.pop()
         with self._failing_in_words():
+            self._gathered = np.empty((torch.distributed.get_world_size(group), *sent.shape), np.uint8)
             self._work = torch.distributed.all_gather(
-                list(torch.from_numpy(self._gathered)), torch.from_numpy(sent), group=group.group, async_op=True
+                list(torch.from_numpy(self._gathered)), torch.from_numpy(sent), group=group, async_op=True
             )
 
     def wait(self) -> None:
         """Return when the collective is complete, or raise `CollectiveTimeout`."""
-        with self._failing_in_words():
-            self._work.wait()
-        self._finish(self._gathered)
+        while True:
+            with self._failing_in_words():
+                self._work.wait()
+            if not self._left:
+                break
+            self._start()
+        self._finish(self._gathered.reshape(self._shape))
 
     @contextmanager
     def _failing_in_words(self) -> Iterator[None]:

@@ -96,7 +96,8 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     Parameters
     ----------
     logits : array of float16, bfloat16, float32 or float64
-        Any shape that has a class axis; a shard may have no classes.
+        Any shape that has a class axis; a shard may have no classes. Or a DTensor of torch, whose mesh and placements
+        say which classes and rows a rank has. The arrays beside it are then DTensors placed as its axes are, or global.
     targets : array of integers or floating-point numbers
         Class numbers: integers with the logits' shape without the class axis, global, the same on every rank of `comm`.
         Probabilities: floating-point, shaped and sharded as the logits are. Class numbers may be on the host beside
@@ -109,8 +110,8 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     array
         The loss: 0-d, or one number per row for `reduction="none"`; the same bits on every rank of `comm`. A mean over
         no rows is `nan`, and so is the loss of a row of only -inf, with a +inf or with a `nan`. A single -inf masks its
-        class. It is a tensor of torch's on the CPU if all arrays of the call are, and so is what any other function of
-        plain arrays returns.
+        class. It is a tensor of torch's on the CPU if all arrays of the call are, and a DTensor if the logits are one;
+        so is what any other function of plain arrays returns.
 
     Raises
     ------

@@ -159,6 +159,10 @@ class LinearOptions(TransformOptions, TermOptions, ShardOptions, BatchOptions, P
     """The options of the loss of `hidden @ w`, of plain arrays."""
 
 
+class Place(dict[str, Any]):
+    """Options that a call takes in place of its `comm`, those that no user gives included."""
+
+
 Check: TypeAlias = Callable[[Any, str], Any]
 
 
@@ -239,7 +243,8 @@ class Options:
         Dtype of the arithmetic and of the loss: float32, or float64 for float64 logits, unless given.
     comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
         The communicator over which the classes are sharded. Without it the call is one process's and needs no MPI, and
-        neither does a process group, whose backend for the CPU, such as gloo, gathers what MPI would reduce.
+        neither does a process group, whose backend for the CPU, such as gloo, gathers what MPI would reduce. Nor does a
+        DTensor, which has this and the like from its mesh and placements.
     class_start : int, optional
         The global number of this shard's first class. Without it the shards follow each other in rank order.
     num_classes : int, optional
@@ -328,13 +333,16 @@ class Options:
         """
         for name in given:
             if name not in known.__optional_keys__:
-                options = ", ".join([*own, *known.__annotations__])
+                names = ", ".join([*own, *known.__annotations__])
                 ours, formula = _OTHER_NAMES.get(name, (None, ""))
                 said = f"; {ours} = {formula}" if ours in (*own, *known.__annotations__) else ""
                 raise TypeError(
-                    f"{function}() got an unexpected keyword argument {name!r}{said}; its options are {options}"
+                    f"{function}() got an unexpected keyword argument {name!r}{said}; its options are {names}"
                 )
-        return cls._of({"operation": function, **(groups_wrapped(given) if "torch" in sys.modules else given)})
+        options = {"operation": function, **given}
+        if isinstance(place := options.get("comm"), Place):
+            options |= place
+        return cls._of(groups_wrapped(options) if "torch" in sys.modules else options)
 
     def with_checked(self, values: Mapping[str, Any], weight: Array | None) -> Options:
         """Return these options with checked values."""

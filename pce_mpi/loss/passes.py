@@ -37,6 +37,7 @@ class MadeResiduals:
 
     made_by: ClassVar[str]
     of_tensors = False  # True if all arrays of the forward pass were torch's
+    layout: Any = None  # that of the logits, if they were a DTensor
 
     @property
     def _comms(self) -> tuple[Any, ...]:

@@ -1,11 +1,12 @@
-"""The door of all functions of plain arrays: tensors of torch come out where only tensors go in; errors are told.
+"""The door of all functions of plain arrays: tensors of torch come out where only tensors go in, and DTensors where
+logits are one; errors are told.
 
 Torch is imported by those who make them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 import sys
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from pce_mpi.comm.communicators import give_up
 from pce_mpi.comm.doors import door, tell_from_here
 from pce_mpi.comm.program import program
+from pce_mpi.loss.dtensors import Layout, call_on_mesh, groups_of, is_distributed
 from pce_mpi.loss.options import Function
 from pce_mpi.loss.passes import MadeResiduals
 
@@ -35,16 +37,18 @@ def tensors_for_tensors(function: Function) -> Function:
             program.count += 1
             program.name = name
         try:
-            results = function(*arguments, **options)
+            if "torch" in sys.modules:
+                return _called(function, arguments, options)
+            return function(*arguments, **options)
         except Exception as error:
             if communicates:
                 tell_from_here(error)
             raise
         except BaseException as error:
             comms = [comm for each in arguments if isinstance(each, MadeResiduals) for comm in each._comms]
+            comms += groups_of([*arguments, *options.values()])
             give_up([*comms, options.get("comm"), options.get("batch_comm")], function.__name__, error)
             raise
-        return _like(results, arguments, options) if "torch" in sys.modules else results
 
     return call  # type: ignore[return-value]  # it has the signature of `function`
 
@@ -54,15 +58,19 @@ def tensors_on_this_rank(function: Function) -> Function:
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        results = function(*arguments, **options)
-        return _like(results, arguments, options) if "torch" in sys.modules else results
+        if "torch" in sys.modules:
+            return _called(function, arguments, options)
+        return function(*arguments, **options)
 
     return call  # type: ignore[return-value]  # as above
 
 
-def _like(results: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    kinds = set(_kinds((*arguments, *options.values())))
-    return _as_tensors(results) if kinds == {True} else results
+def _called(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    values = *arguments, *options.values()
+    if any(map(is_distributed, values)) and (found := call_on_mesh(function, arguments, options)):
+        return _converted(*found)
+    results = function(*arguments, **options)
+    return _converted(results) if set(_kinds(values)) == {True} else results
 
 
 def _kinds(values: Iterable[Any]) -> Iterator[bool]:
@@ -76,17 +84,19 @@ def _kinds(values: Iterable[Any]) -> Iterator[bool]:
             yield isinstance(value, sys.modules["torch"].Tensor)
 
 
-def _as_tensors(results: Any) -> Any:
-    """Return results with NumPy arrays as tensors, which share their memory; residuals remember it."""
+def _converted(
+    results: Any, layout: Layout | None = None, convert: Callable[[Any], Any] = lambda tensor: tensor
+) -> Any:
+    """Return results with tensors for NumPy arrays, which share their memory, converted; residuals remember it."""
     import torch
 
     if isinstance(results, tuple):
-        parts = map(_as_tensors, results)
+        parts = [_converted(each, layout, convert) for each in results]
         return type(results)(*parts) if hasattr(results, "_fields") else tuple(parts)
     if isinstance(results, MadeResiduals):
-        results.of_tensors = True
+        results.of_tensors, results.layout = True, layout
     elif isinstance(results, np.ndarray):
         if results.dtype.name == "bfloat16":
-            return torch.from_numpy(results.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(results)
-    return results
+            return convert(torch.from_numpy(results.view(np.int16)).view(torch.bfloat16))
+        return convert(torch.from_numpy(results))
+    return convert(results) if isinstance(results, torch.Tensor) else results

@@ -27,20 +27,22 @@ SIZES = [1, 2, 3]
 
 
 @cache
-def on_ranks(size):
-    """The results of each rank, by name."""
+def on_ranks(size, program=PROGRAM):
+    """The results of each rank of a program, by name."""
     environment = job_environment(size)
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), environment["PYTHONPATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "tests"), str(ROOT / "examples"), environment["PYTHONPATH"]]
+    )
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(size) as pool:
-        commands = [[sys.executable, str(PROGRAM), str(rank), str(size), folder] for rank in range(size)]
+        commands = [[sys.executable, str(program), str(rank), str(size), folder] for rank in range(size)]
         jobs = list(pool.map(lambda command: complete(command, env=environment), commands))
     assert [job.returncode for job in jobs] == [0] * size, "\n".join(job.stderr for job in jobs)
     return [dict(map(json.loads, job.stdout.splitlines())) for job in jobs]
 
 
-def everyones(size, name):
+def everyones(size, name, program=PROGRAM):
     """The one thing that all ranks say."""
-    first, *others = (rank[name] for rank in on_ranks(size))
+    first, *others = (rank[name] for rank in on_ranks(size, program))
     assert all(other == first for other in others)
     return first
 
@@ -111,9 +113,8 @@ def test_group_of_rank_that_left_call_is_unusable(size):
         assert {said[name][0] for name in ("beside one that left", "after Ctrl-C")} == {"CollectiveTimeout"}
 
 
-# ---------------------------------------------------------------------------------------------------------- the example
+# --------------------------------------------------------------------------------------------------------- the examples
 
-EXAMPLE = "examples/torch_loss.py"
 IMPORTABLE = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
 TRAINS = """
     import sys
@@ -163,19 +164,23 @@ SCORES = """
     """
 
 
-def torchrun(*program):
-    """Run a program on three ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *program]
-    job = complete(command, env=job_environment(3) | {"PYTHONPATH": IMPORTABLE})
+def torchrun(*program, ranks=3):
+    """Run a program on ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
+    job = complete(command, env=job_environment(ranks) | {"PYTHONPATH": IMPORTABLE})
     assert job.returncode == 0, job.stderr
     return job.stdout
 
 
-def test_torch_example_prints_what_it_says():
-    said = ast.get_docstring(ast.parse((ROOT / EXAMPLE).read_text(encoding="utf-8")))
-    assert f"    torchrun --nproc-per-node 3 {EXAMPLE}\n" in said
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("torch_loss", 3), ("torch_tensor_parallel", 2), ("torch_tensor_parallel", 3)]
+)
+def test_torch_example_prints_what_it_says(name, ranks):
+    path = f"examples/{name}.py"
+    said = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+    assert f"    torchrun --nproc-per-node 3 {path}\n" in said
     shown = said.split("prints\n\n")[1].partition("\n\n")[0]
-    assert torchrun(EXAMPLE).splitlines() == [line.removeprefix("    ") for line in shown.splitlines()]
+    assert torchrun(path, ranks=ranks).splitlines() == [line.removeprefix("    ") for line in shown.splitlines()]
 
 
 def test_log_probabilities_under_torchrun_have_bits_of_mpi(tmp_path):
