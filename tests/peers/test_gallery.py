@@ -64,6 +64,16 @@ ROWS = [
         "p-near-1/bfloat16",
         "log-probabilities are kept in bfloat16",
     ),
+    *(
+        Row(*TORCH, "torch_losses:linear", case, words)
+        for case, words in (
+            ("accumulated-loss/mean/bfloat16", "the mean is added up over chunks of rows in bfloat16"),
+            ("accumulated-dw/bfloat16", "dw is added up in bfloat16, in steps of 32 rows"),
+            ("bias/masks-first-classes", "an ignored row adds 0 times the logit of class 0: nan where that is -inf"),
+            ("ignored/all-rows-mean", "the gradient is divided by their number 0"),
+            ("many-classes/more-than-32768-a-shard", "dhidden is -0.782343 where -0.78168 is right"),
+        )
+    ),
 ]
 
 

@@ -80,11 +80,13 @@ SUBTLE = [
     Planted("small_gradients_filtered", "many-classes/bfloat16", "0 where numbers up to", dtype="bfloat16"),
     Planted("sums_in_half", "many-classes/bfloat16", "gradient is", dtype="float32"),
     Planted("log_probabilities_in_half", "p-near-1/bfloat16", "log-probabilities are kept in bfloat16"),
+    Planted("total_in_half", "many-rows/bfloat16", "the mean is added up over chunks of rows in bfloat16"),
     Planted("first_65535_rows", "many-rows/float32", "from row 65535 on"),
     # Special values
     Planted("masked_shard_is_nan", "masked-shard/last", "all -inf makes the row nan", ranks=2),
     Planted("ignored_rows_times_0", "nan/in-an-ignored-row", "the loss is wrong: nan"),
     Planted("zero_times_infinity", "masked-classes/every-third", "0 times the logit -inf"),
+    Planted("ignored_rows_are_class0", "masked-classes/first-of-each-shard", "adds 0 times the logit of class 0: nan"),
     # Shards
     Planted("equal_shards_assumed", "uneven-shards/any", "which is right where all shards are equal; where", ranks=3),
     Planted("gathered_logits_counted_on_every_rank", "gathered-logits", "= log({ranks}), the number of ranks", ranks=2),

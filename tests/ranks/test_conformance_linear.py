@@ -56,6 +56,7 @@ FAMILIES += ["chunk-borders", "accumulated-dw"]
 @pytest.mark.parametrize("candidate", [our_loss, our_log_prob, our_entropy], ids=["loss", "log_prob", "entropy"])
 def test_our_linear_functions_conform(comm, candidate):
     patterns = FAMILIES if candidate is not our_entropy else [each for each in FAMILIES if each != "ignored"]
+    patterns = [*patterns, *["accumulated-loss"] * (candidate is our_loss)]
     assert failures(candidate, comm, [*patterns, "bias", "softcap", "padded-softcap", "upstream"]) == []
 
 
@@ -86,6 +87,13 @@ SHIPPED = [
     Shipped(wild.EntropyWithoutGradient, "random-logits/float32", DROPPED),
     Shipped(wild.HalfLogits, "product/bfloat16", "the logits are rounded to bfloat16"),
     Shipped(wild.HalfSums, "accumulated-dw/bfloat16", "dw is added up in bfloat16, in steps of 2 rows ("),
+    Shipped(wild.TorchSums, "accumulated-dw/bfloat16", "dw is added up in bfloat16, in steps of 32 rows ("),
+    *(
+        Shipped(head, f"accumulated-loss/{total}/bfloat16", f"the {total} is added up over chunks of rows in bfloat16")
+        for head in (wild.TotalInHalf, wild.TorchTotal)
+        for total in ("mean", "sum")
+    ),
+    Shipped(wild.IgnoredTimes0, "bias/masks-first-classes", "an ignored row adds 0 times the logit of class 0: nan"),
 ]
 
 

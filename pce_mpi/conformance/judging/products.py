@@ -16,7 +16,7 @@ from pce_mpi.exact.products import product
 from pce_mpi.ulps import ulp
 
 # Larger chunks are so few that sums of them in half precision pass.
-_CHUNKS = range(1, 9)
+_CHUNKS = (*range(1, 9), *(2**power for power in range(4, 9)))
 # Sums in half precision explain errors that are so many times those that are left.
 _CLOSER = 4.0
 
@@ -134,13 +134,14 @@ class Product(Compared):
         for rows in _CHUNKS:
             if rows >= hidden.shape[-1]:
                 return None
-            sums = np.zeros(self._exact[0].shape, self._problem.dtype)
-            for start in range(0, hidden.shape[-1], rows):
-                part = hidden[:, start : start + rows] @ gradient[start : start + rows]
-                sums = sums + part.astype(sums.dtype)
-            # Roundings of another chunk are others, but for the small terms that a large sum loses.
-            if np.abs(self.numbers[0] - sums.astype(np.float64)).max() * _CLOSER <= error:
-                return f"dw is added up in {sums.dtype}, in steps of {rows} row{'s' * (rows > 1)}"
+            for added in (self._problem.dtype, compute_dtype_of(self._problem.dtype)):
+                sums = np.zeros(self._exact[0].shape, self._problem.dtype)
+                for start in range(0, hidden.shape[-1], rows):
+                    part = hidden[:, start : start + rows] @ gradient[start : start + rows]
+                    sums = (sums + part.astype(added)).astype(sums.dtype)
+                # Roundings of another chunk are others, but for the small terms that a large sum loses.
+                if np.abs(self.numbers[0] - sums.astype(np.float64)).max() * _CLOSER <= error:
+                    return f"dw is added up in {sums.dtype}, in steps of {rows} row{'s' * (rows > 1)}"
         return None
 
     def _is(self, numbers: Array, times: float = 1.0) -> bool:

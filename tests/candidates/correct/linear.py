@@ -29,10 +29,10 @@ class Head:
         s.bias = np.zeros(w.shape[1], self.dtype) if bias is None else bias.astype(self.dtype)
         rows = hidden.reshape(-1, w.shape[0]).astype(self.dtype)
         flat = np.zeros(len(rows), np.int64) if targets is None else targets.reshape(-1)
-        s.counts = flat != s.ignored
+        s.counts, s.of_lse = flat != s.ignored, []
         losses, dhidden = np.zeros(len(rows)), np.zeros(rows.shape)
         dw, dbias = np.zeros(w.shape, self.sum_dtype(w)), np.zeros(w.shape[1])
-        reduction = options.get("reduction", "none")
+        s.reduction = reduction = options.get("reduction", "none")
         with np.errstate(all="ignore"):
             factor = self.factor(s, reduction)
             for first in range(0, len(rows), self.chunk):
@@ -40,15 +40,24 @@ class Head:
                 losses[part], dlogits = self.rows(s, rows[part], flat[part], s.counts[part])
                 dlogits = self.scaled(s, dlogits * s.counts[part, None], factor)
                 dhidden[part] = self.over_ranks(s, dlogits @ s.w.T)
-                dw += (rows[part].T @ dlogits).astype(dw.dtype)
+                dw = self.with_rows(dw, rows[part].T @ dlogits)
                 dbias += dlogits.sum(axis=0)
-            losses = np.where(s.counts, losses, 0.0)
-            loss = losses.reshape(hidden.shape[:-1]) if reduction == "none" else losses.sum() * factor
+            losses = self.counted(s, losses)
+            loss = losses.reshape(hidden.shape[:-1]) if reduction == "none" else self.total(s, losses, factor)
         gradients = [dhidden.reshape(hidden.shape), dw, dbias][: 2 if bias is None else 3]
         return np.asarray(loss, np.float32), *(each.astype(w.dtype) for each in gradients)
 
     def sum_dtype(self, w):
         return np.float64
+
+    def with_rows(self, dw, part):
+        return dw + part
+
+    def counted(self, s, losses):
+        return np.where(s.counts, losses, 0.0)
+
+    def total(self, s, losses, factor):
+        return losses.sum() * factor
 
     def factor(self, s, reduction):
         return 1.0 / np.float64(s.counts.sum()) if reduction == "mean" else np.float64(1.0)
@@ -82,6 +91,7 @@ class Head:
         top = self.over_ranks(s, z.max(axis=-1, initial=-np.inf), MPI.MAX)[:, None]
         e = np.exp(z - top)
         total = self.over_ranks(s, e.sum(axis=-1))[:, None]
+        s.of_lse.append(np.log(total)[:, 0])
         wanted = self.at_target(s, z, targets)
         s.log_p = z - top - np.log(total)
         loss, dz = self.numbers(s, e / total, wanted)

@@ -1,11 +1,12 @@
-"""PyTorch's own losses: `cross_entropy` of the gathered logits, and the same under `loss_parallel`, on DTensors."""
+"""PyTorch's own losses: `cross_entropy` of the gathered logits, and under `loss_parallel`; the head in chunks."""
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel as in_parallel
-from torch.nn.functional import cross_entropy
+from torch.nn import LinearCrossEntropyOptions
+from torch.nn.functional import cross_entropy, linear_cross_entropy
 
 from pce_mpi.conformance import Gradient, Offer
 from pce_mpi.conformance.candidates.adapters.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
@@ -26,18 +27,43 @@ class TorchDense:
     )
 
     def __call__(self, logits, targets, *, class_start, num_classes, comm, axis=-1, weight=None, **options):
-        def gathered(shard, along):
-            return tensor_of(np.concatenate(comm.allgather(np.asarray(shard)), axis=along))
-
         where = _class_dim(logits.ndim)
-        x = gathered(logits, axis).requires_grad_()
+        x = _gathered(comm, logits, axis).requires_grad_()
         assert x.shape[axis] == num_classes, "these are not all classes"
         probabilities = targets.ndim == logits.ndim
-        t = gathered(targets, axis).movedim(axis, where) if probabilities else tensor_of(targets)
-        w = None if weight is None else gathered(weight, 0)
+        t = _gathered(comm, targets, axis).movedim(axis, where) if probabilities else tensor_of(targets)
+        w = None if weight is None else _gathered(comm, weight, 0)
         loss, backward = loss_and_backward(cross_entropy(x.movedim(axis, where), t, w, **options), [x])
         local = logits.shape[axis]
         return loss, lambda dloss: backward(dloss).narrow(axis, class_start, local)
+
+
+class TorchLinear:
+    """`linear_cross_entropy` of all classes on every rank, in chunks of rows, as its default options say."""
+
+    offer = Offer(
+        kind="linear",
+        dtypes=("bfloat16", "float16", "float32", "float64"),
+        options=("weight", "ignore_index", "bias"),
+        reductions=("none", "mean", "sum"),
+        gradient=Gradient.BACKWARD,
+    )
+
+    def __call__(self, hidden, w, targets, *, class_start, num_classes, comm, bias=None, weight=None, **options):
+        weight, bias = (None if each is None else _gathered(comm, each, 0) for each in (weight, bias))
+        inputs = [tensor_of(hidden), _gathered(comm, w, -1).T.contiguous(), *([] if bias is None else [bias])]
+        assert len(inputs[1]) == num_classes, "these are not all classes"
+        for each in inputs:
+            each.requires_grad_()
+        options |= {"linear_bias": bias, "weight": weight, "options": LinearCrossEntropyOptions()}
+        loss, backward = loss_and_backward(linear_cross_entropy(*inputs[:2], tensor_of(targets), **options), inputs)
+
+        def of_shard(dloss):
+            dhidden, *others = backward(dloss)
+            dw, *dbias = (each[class_start : class_start + w.shape[1]] for each in others)
+            return dhidden, dw.T, *dbias
+
+        return loss, of_shard
 
 
 class TorchLossParallel:
@@ -95,9 +121,13 @@ class TorchLossParallel:
         return loss.to_local().detach(), backward
 
 
+def _gathered(comm, shard, along):
+    return tensor_of(np.concatenate(comm.allgather(np.asarray(shard)), axis=along))
+
+
 def _class_dim(dims):
     """Return the class dim of `cross_entropy`: (C,), (N, C) or (N, C, d1, ...)."""
     return 0 if dims == 1 else 1
 
 
-dense, loss_parallel = TorchDense(), TorchLossParallel()
+dense, linear, loss_parallel = TorchDense(), TorchLinear(), TorchLossParallel()

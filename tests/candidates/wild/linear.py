@@ -62,6 +62,56 @@ class HalfSums(Head):
     def sum_dtype(self, w):
         return w.dtype
 
+    def with_rows(self, dw, part):
+        return dw + part.astype(dw.dtype)
+
+
+class TorchSums(HalfSums):
+    """torch 2.13.0, `linear_cross_entropy` with options: sums of a chunk in float32, and each total rounded."""
+
+    chunk = 32
+
+    def with_rows(self, dw, part):
+        return (dw + part).astype(dw.dtype)
+
+
+class TotalInHalf(Head):
+    """The losses of chunks that are added up in the dtype of the weights."""
+
+    chunk = 16
+
+    def __call__(self, hidden, w, targets, **options):
+        loss, *gradients = super().__call__(hidden, w, targets, **options)
+        return loss.astype(w.dtype), *gradients
+
+    def parts(self, s, losses):
+        return [losses]
+
+    def total(self, s, losses, factor):
+        total = np.zeros((), ml_dtypes.bfloat16)
+        for first in range(0, len(losses), self.chunk):
+            for part in self.parts(s, losses * factor):
+                total = (total + np.float32(part[first : first + self.chunk].sum())).astype(total.dtype)
+        return total
+
+
+class TorchTotal(TotalInHalf):
+    """torch 2.13.0, `linear_cross_entropy` with options, in bfloat16: logits at targets and logsumexps by turns."""
+
+    def parts(self, s, losses):
+        of_lse = np.concatenate(s.of_lse) * s.counts * self.factor(s, s.reduction)
+        return [losses - of_lse, of_lse]
+
+
+class IgnoredTimes0(Head):
+    """torch 2.13.0, `linear_cross_entropy` with options: the target of an ignored row is class 0, its weight 0."""
+
+    def at_target(self, s, z, targets):
+        return super().at_target(s, z, np.where(targets == s.ignored, 0, targets))
+
+    def counted(self, s, losses):
+        return losses * s.counts
+
 
 class SummedTwice(Head):
     """dhidden that is summed over the ranks where the caller sums it."""

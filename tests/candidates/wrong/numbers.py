@@ -73,6 +73,19 @@ class SumsInHalf(ByHand):
         s.p = s.exp / s.sum_exp[:, None]
 
 
+class TotalInHalf(ByHand):
+    """The losses of 64 rows at a time are added up in the dtype of the logits (PyTorch's linear_cross_entropy)."""
+
+    def reduce(self, s):
+        if s.reduction == "none":
+            return super().reduce(s)
+        total = np.zeros((), s.logits.dtype)
+        for start in range(0, s.rows, 64):
+            part = np.float32((s.row_loss[start : start + 64] / s.divisor).sum())
+            total = (total + part).astype(total.dtype)
+        return total
+
+
 class LogProbabilitiesInHalf(ByHand):
     """Log-probabilities are kept in the logits' dtype for backward (PyTorch's loss_parallel)."""
 

@@ -60,3 +60,12 @@ class LargeMasksTakenForInfinity(ByHand):
 
     def smoothing(self, s):
         return super().smoothing(s) * (s.x > -1e29)
+
+
+class IgnoredRowsAreClass0(ByHand):
+    """The target of an ignored row becomes class 0, whose logit counts 0 times (PyTorch's linear_cross_entropy)."""
+
+    def row_losses(self, s):
+        super().row_losses(s)
+        first = s.shifted[:, 0] if s.classes and s.class_start == 0 else np.zeros(s.rows)
+        s.row_loss = s.row_loss + self.sum(s, np.where(s.valid, 0.0, 0.0 * first))

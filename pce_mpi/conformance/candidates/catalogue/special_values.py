@@ -75,6 +75,17 @@ def _first_block(setting: Setting) -> Problem:
     return _masked(replace(setting, classes=33_000 * setting.ranks), which)
 
 
+@CASES.case("masked-classes/first-of-each-shard", options=("ignore_index",), reductions=_BY_ROW)
+def _first_of_each_shard(setting: Setting) -> Problem:
+    """The first class of each shard is -inf beside ignored rows: 0 times its logit, for a row that has its target
+    elsewhere or none, is nan (neuronx-distributed, PyTorch's linear_cross_entropy).
+    """
+    problem = _masked(setting, lambda problem, rows, classes: np.isin(classes, problem.splits))
+    targets = problem.targets.copy()
+    targets[1::3] = setting.ignore_index
+    return replace(problem, targets=targets, options={"ignore_index": setting.ignore_index})
+
+
 @CASES.case(
     "finite-mask/{name}",
     [

@@ -6,13 +6,13 @@ their gradient: faults have the same formulas. The cases of these kinds alone ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
-from pce_mpi.conformance.problems.cases import Cases, Setting
+from pce_mpi.conformance.problems.cases import REDUCTIONS, Cases, Setting, table
 from pce_mpi.conformance.problems.generators import random_problem, rounded
 from pce_mpi.conformance.problems.kinds.loss import LOSS
 from pce_mpi.conformance.problems.kinds.statistics import ENTROPY, LOG_PROB
@@ -121,15 +121,42 @@ def _bias(setting: Setting) -> Problem:
     return _drawn(setting, options=("bias",))
 
 
-@CASES.case("bias/masks-padding", options=("bias",), special=True)
-def _masking_bias(setting: Setting) -> Problem:
-    """A padded vocabulary that a bias of -inf masks: its probability and its gradients are 0, not nan."""
-    problem = random_problem(setting, options=("bias",))
-    real = max(1, problem.classes - 3)
-    bias = np.where(np.arange(problem.classes) < real, problem.options["bias"], -np.inf)
-    problem = replace(problem, targets=problem.targets % real, options={"bias": rounded(setting, bias)})
+def _last(problem: Problem) -> Array:
+    return np.arange(problem.classes) >= problem.classes - 3
+
+
+def _last_shard(problem: Problem) -> Array:
+    return np.arange(problem.classes) >= problem.splits[-2]
+
+
+def _first_of_shards(problem: Problem) -> Array:
+    return np.isin(np.arange(problem.classes), problem.splits)
+
+
+@CASES.case(
+    "bias/masks-{name}",
+    table(
+        "name which options reductions catches",
+        ("padding", _last, ("bias",), REDUCTIONS, "A padded vocabulary: its probability and its gradients are 0."),
+        ("a-shard", _last_shard, ("bias",), REDUCTIONS, "All classes of a rank: -inf less their maximum -inf is nan."),
+        (
+            *("first-classes", _first_of_shards, ("bias", "ignore_index"), ("none", *REDUCTIONS)),
+            "The first class of each shard, beside ignored rows: 0 times its logit, for a row that has its target "
+            "elsewhere or none, is nan (PyTorch's linear_cross_entropy with options).",
+        ),
+    ),
+    special=True,
+)
+def _masking_bias(setting: Setting, which: Callable[[Problem], Array], options: tuple[str, ...]) -> Problem:
+    problem = random_problem(setting, options=options)
+    masked = which(problem)
+    masked[: -(-masked.size // 2)] &= not masked.all()
+    free = np.flatnonzero(~masked)
+    targets = np.where(problem.valid, free[problem.targets % free.size], problem.targets)
+    bias = rounded(setting, np.where(masked, -np.inf, problem.options["bias"]))
     drawn = _drawn(setting).operands
     assert drawn is not None
+    problem = replace(problem, targets=targets, options=problem.options | {"bias": bias})
     return _multiplied(problem, drawn.hidden, drawn.w)
 
 
@@ -139,10 +166,24 @@ def _temperature(setting: Setting) -> Problem:
     return _drawn(setting, options=("temperature",))
 
 
-@CASES.case("accumulated-dw/{dtype}", rows=2_048, classes=12, resizable=False)
+_HALVES = [{"dtype": dtype, "reductions": (each,)} for dtype in ("bfloat16", "float16") for each in ("mean", "sum")]
+
+
+@CASES.case("accumulated-loss/{reductions[0]}/{dtype}", _HALVES, rows=2_048, classes=132, resizable=False)
+@CASES.case("accumulated-dw/{dtype}", reductions=("none", *REDUCTIONS), rows=2_048, classes=132, resizable=False)
 def _accumulated(setting: Setting) -> Problem:
-    """Sums of dw over many chunks that are kept in half precision: small terms of one sign are lost in a large sum."""
-    return _drawn(setting, features=4, coherent=True)
+    """Sums over many chunks of rows that are kept in half precision: after rows of large losses, and for dw after terms
+    of one sign, those of the others are too small to count (PyTorch's linear_cross_entropy with options).
+    """
+    # Classes are many times the features, so that heads that choose their chunks take small ones.
+    problem = _drawn(setting, features=2, coherent=True)
+    operands, rows = problem.operands, np.arange(problem.rows)
+    assert operands is not None
+    few = rows < 64
+    # A mean of about 10, of which the others are less than 1.
+    hidden = operands.hidden.astype(np.float64) * np.where(few, 24.0, 2.0)[:, None]
+    problem = _multiplied(problem, rounded(setting, hidden), operands.w)
+    return replace(problem, targets=np.where(few, problem.logits.argmin(axis=-1), problem.logits.argmax(axis=-1)))
 
 
 def _linear(kind: Kind, name: str, negates: Kind | None = None, tell: bool = True) -> Kind:

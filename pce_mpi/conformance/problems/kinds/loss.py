@@ -75,6 +75,11 @@ def _masks(b: Textbook) -> Faults:
     if zero_times.any():
         text = "0 times the logit -inf of another class gives nan, where it is due to give 0"
         yield text, all_ranks(b.but(lost=np.where(zero_times, np.nan, 0.0)))
+    ignored = ~b.valid & (b.z[:, :1] == -np.inf).any(axis=-1)
+    if ignored.any():
+        text = "an ignored row adds 0 times the logit of class 0: nan where that is -inf"
+        counted = b.but(lost=np.where(ignored, np.nan, b.lost), valid=b.valid | ignored)
+        yield text, Given((counted.loss(),), None)
     starts = [(rank, start) for rank, (start, stop) in enumerate(pairwise(b.problem.splits)) if start < stop]
     first = np.array([~b.owns(rank) & (b.z[:, start] == -np.inf) for rank, start in starts]).any(axis=0) & b.valid
     if first.any() and b.problem.with_numbers and not np.array_equal(first, zero_times):
@@ -285,10 +290,29 @@ def _roundings(b: Textbook) -> Faults:
         yield text, of_gradient(rounded(late))
 
 
-def _divided_by_0(b: Textbook, name: str, got: Array) -> Told | None:
-    """aiter#5165."""
-    if name == "gradient" and b.problem.reduction == "mean" and not b.valid.any() and not np.isfinite(got).all():
+def _tell(b: Textbook, name: str, got: Array) -> Told | None:
+    """Name a gradient that is divided by no rows (aiter#5165), or a total in half precision (PyTorch)."""
+    if name == "loss":
+        return _added_in_half(b, got)
+    if b.problem.reduction == "mean" and not b.valid.any() and not np.isfinite(got).all():
         return Told(("no row counts, and the gradient is divided by their number 0: it is due to be 0",))
+    return None
+
+
+def _added_in_half(b: Textbook, got: Array) -> Told | None:
+    """Name a sum or mean that has the bits of a running total in half precision, over chunks of a power of 2 rows."""
+    dtype, rows = b.problem.dtype, b.problem.rows
+    if dtype.itemsize != 2 or b.problem.reduction == "none" or rows < 2:
+        return None
+    whole = np.where(b.valid, b.row_losses(), 0.0) / b.divisor
+    of_lse = np.where(b.valid, b.total * (b.lse - b.z.max(axis=-1, initial=-np.inf)), 0.0) / b.divisor
+    for parts in ((whole,), (whole - of_lse, of_lse)):
+        for power in range((rows - 1).bit_length()):
+            total, starts = np.zeros((), dtype), np.arange(0, rows, 2**power)
+            for each in np.stack([np.add.reduceat(part, starts) for part in parts], axis=-1).astype(np.float32).flat:
+                total = (total + each).astype(dtype)
+            if (got == float(total)).all():
+                return Told((f"the {b.problem.reduction} is added up over chunks of rows in {dtype}",))
     return None
 
 
@@ -300,6 +324,6 @@ LOSS = Kind(
     faults=_faults,
     told='the loss is of the opposite sign: a loss is declared by @offers(kind="loss", reductions=("none",))',
     options=OPTIONS,
-    tell=_divided_by_0,
+    tell=_tell,
     reductions=REDUCTIONS,
 )
