@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_905,
+    "package, Python": 24_966,
     "package, C++ and CUDA": 4_872,
-    "package, lines of docstrings": 8_902,
+    "package, lines of docstrings": 8_907,
     "package, files of Python": 227,
-    "tests, Python": 36_052,
+    "tests, Python": 36_144,
 }
 
 SUFFIXES = {

@@ -74,6 +74,7 @@ SUBTLE = [
     # Numbers
     Planted("one_subtracted_after_rounding", "p-near-1/bfloat16", "after rounding to bfloat16", dtype="bfloat16"),
     Planted("rounded_logsumexp", "offset/1e4/float32", "logsumexp is rounded before"),
+    Planted("rounded_logsumexp", "offset/1e4/float16", "logsumexp is rounded before"),
     Planted("no_maximum", "logits-of-1000/float32", "exponentials are of logits from which no maximum"),
     Planted("clipped_at_64", "logits-of-1000/float32", "clipped at -64"),
     Planted("logarithm_of_exponential", "logits-of-1000-smoothed/float32", "logarithm of an exponential"),

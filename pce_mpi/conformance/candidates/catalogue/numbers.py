@@ -10,6 +10,7 @@ import numpy as np
 from pce_mpi.conformance.problems.cases import EACH_REDUCTION, Cases, Setting, table
 from pce_mpi.conformance.problems.generators import even, generator, normal_logits, random_problem, rounded, uneven
 from pce_mpi.conformance.problems.problem import Array, Problem
+from pce_mpi.ulps import ulp
 
 CASES = Cases()
 
@@ -62,7 +63,8 @@ def _offset(setting: Setting, offset: str) -> Problem:
     """
     # A few ulps apart, around +offset and -offset in turn.
     offsets = np.where(np.arange(setting.rows) % 2, -float(offset), float(offset))
-    return _nearly_equal(setting, even(setting), 1.0, offsets[:, None])
+    scale = max(1.0, 0.5 * float(ulp(float(offset), setting.dtype)))
+    return _nearly_equal(setting, even(setting), scale, offsets[:, None])
 
 
 @CASES.case("logits-of-1000/{dtype}", special=True)
