@@ -49,7 +49,7 @@ def test_unknown_peer_is_refused():
     assert done.returncode == 2 and "torch_losses" in done.stderr
 
 
-def test_peer_of_a_newer_python_is_skipped_in_words(tmp_path):
+def test_peer_of_newer_python_is_skipped(tmp_path):
     table = (PROGRAM.parent / "versions.txt").read_text().replace("python = 3.12", "python = 4.0")
     for name, text in {"gallery.py": PROGRAM.read_text(), "versions.txt": table}.items():
         (tmp_path / "tests/peers").mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """make gallery PEER=NAME: judge a public implementation by the kit, as docs/gallery.md records it.
 
-Its packages, those of tests/peers/versions.txt, are installed in an environment of their own beside the usual one.
+Its packages, those of tests/peers/versions.txt, are installed in a folder of their own.
 Reports are printed, and kept as Markdown in build/gallery. Without a name, list the peers.
 """
 
@@ -8,7 +8,6 @@ import argparse
 from configparser import ConfigParser
 import os
 from pathlib import Path
-import site
 import subprocess
 import sys
 
@@ -24,20 +23,16 @@ def peers() -> ConfigParser:
 
 
 def installed(name: str, packages: list[str], alone: list[str]) -> Path:
-    """Return the Python of a peer's environment, which has its packages before those of this one."""
-    environment = Path(sys.prefix) / "gallery" / name.replace(":", "-")
-    python = environment / "bin" / "python"
-    if not (environment / "complete").exists():
-        print(f"pip installs {' '.join(packages + alone)} in {environment}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", environment], check=True)
-        (folder,) = environment.glob("lib/python*/site-packages")
-        (folder / "rest.pth").write_text(f"import site; site.addsitedir({site.getsitepackages()[0]!r})\n")
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--ignore-installed"]
-        for command in ([*pip, *packages], [*pip, "--no-deps", *alone]):
-            if command[-1] not in pip:
-                subprocess.run(command, check=True)
-        (environment / "complete").touch()
-    return python
+    """Return a folder with a peer's packages, which comes on Python's path before those of this environment."""
+    folder = Path(sys.prefix) / "gallery" / name.replace(":", "-")
+    if not (folder / "complete").exists():
+        print(f"pip installs {' '.join(packages + alone)} in {folder}", flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder]
+        for wanted, more in ((packages, []), (alone, ["--no-deps"])):
+            if wanted:
+                subprocess.run([*pip, *more, *wanted], check=True)
+        (folder / "complete").touch()
+    return folder
 
 
 def main() -> int:
@@ -60,18 +55,18 @@ def main() -> int:
         newer = f"make gallery PEER={options.peer} PYTHON=python3.13 VENV=/tmp/newer"
         print(f"skipped: {options.peer} needs Python {row['python']}: name one that is newer, as in {newer}")
         return 0
-    python = installed(options.peer, row["packages"].split(), row["alone"].split())
+    path = installed(options.peer, row["packages"].split(), row["alone"].split())
     reports = ROOT / "build" / "gallery"
     reports.mkdir(parents=True, exist_ok=True)
     file = ROOT / "tests" / "candidates" / "gallery" / f"{options.peer.partition(':')[0]}.py"
-    environment = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
     for candidate in row["candidates"].split():
         report = reports / f"{options.peer.replace(':', '-')}-{candidate}.md"
         adapter = ["--adapter", row["adapter"]] if row["adapter"] else []
-        command = [python, "-m", "pce_mpi", "conformance", "-n", str(options.n), *adapter, f"{file}:{candidate}"]
+        judge = [sys.executable, "-m", "pce_mpi", "conformance", "-n", str(options.n), "--markdown", report]
         print(f"===== {options.peer}: {candidate}", flush=True)
         # A report of faults ends with exit status 1, which is a result here.
-        if subprocess.run([*command, "--markdown", report], env=environment).returncode not in (0, 1):
+        if subprocess.run([*judge, *adapter, f"{file}:{candidate}"], env=environment).returncode not in (0, 1):
             return 1
     print(f"reports: {reports}")
     return 0
