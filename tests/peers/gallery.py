@@ -63,7 +63,7 @@ def main() -> int:
     for candidate in row["candidates"].split():
         report = reports / f"{options.peer.replace(':', '-')}-{candidate}.md"
         adapter = ["--adapter", row["adapter"]] if row["adapter"] else []
-        judge = [sys.executable, "-m", "pce_mpi", "conformance", "-n", str(options.n), "--markdown", report]
+        judge = [sys.executable, "-m", "pce_mpi", "conformance", "-n", str(options.n), "--markdown", str(report)]
         print(f"===== {options.peer}: {candidate}", flush=True)
         # A report of faults ends with exit status 1, which is a result here.
         if subprocess.run([*judge, *adapter, f"{file}:{candidate}"], env=environment).returncode not in (0, 1):

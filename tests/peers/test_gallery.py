@@ -30,9 +30,16 @@ class Row(NamedTuple):
 
 
 TABLE = peers()
-MEGATRON = TABLE["megatron_core"]["alone"].split("==")
-COLOSSALAI = TABLE["colossalai"]["alone"].split("==")
-TORCH = TABLE["torch_losses"]["packages"].split("==")
+
+
+def pinned(peer, key):
+    """The package of a peer, and the version that `make test-peers` installs."""
+    package, _, at = TABLE[peer][key].partition("==")
+    return package, at
+
+
+MEGATRON, COLOSSALAI = pinned("megatron_core", "alone"), pinned("colossalai", "alone")
+TORCH = pinned("torch_losses", "packages")
 ROWS = [
     Row(*MEGATRON, "megatron_core:unfused", "label_smoothing/float32", f"the ranks' losses differ: {LOCAL}"),
     Row(
