@@ -27,7 +27,7 @@ def installed(name: str, packages: list[str], alone: list[str]) -> Path:
     folder = Path(sys.prefix) / "gallery" / name.replace(":", "-")
     if not (folder / "complete").exists():
         print(f"pip installs {' '.join(packages + alone)} in {folder}", flush=True)
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", folder]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
         for wanted, more in ((packages, []), (alone, ["--no-deps"])):
             if wanted:
                 subprocess.run([*pip, *more, *wanted], check=True)

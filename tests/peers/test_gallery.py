@@ -32,7 +32,7 @@ class Row(NamedTuple):
 TABLE = peers()
 
 
-def pinned(peer, key):
+def pinned(peer: str, key: str) -> tuple[str, str]:
     """The package of a peer, and the version that `make test-peers` installs."""
     package, _, at = TABLE[peer][key].partition("==")
     return package, at
