@@ -15,9 +15,9 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_966,
+    "package, Python": 24_978,
     "package, C++ and CUDA": 4_872,
-    "package, lines of docstrings": 8_907,
+    "package, lines of docstrings": 8_912,
     "package, files of Python": 227,
     "tests, Python": 36_233,
 }

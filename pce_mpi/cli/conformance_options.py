@@ -76,8 +76,9 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "--large",
         _FLAG,
-        "also a case with a shard of more than 2**31 elements: in float16 it takes 4 GiB for logits, as much for their "
-        "gradient, and what the candidate takes besides; where shards must be equal, on each rank",
+        "also vocabularies of models, 65,536 tokens, and a shard of more than 2**31 elements: in float16 that takes 4 "
+        "GiB for logits, as much for their gradient, and what the candidate takes besides; where shards must be equal, "
+        "on each rank",
     ),
     (
         "--memory",

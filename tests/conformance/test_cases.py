@@ -18,11 +18,11 @@ from jobs.launch import complete
 from pce_mpi import dense
 from pce_mpi.conformance import Gradient, Offer, Outcome, Verdict, cases, load, offer_of, offers
 from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, adapted
-from pce_mpi.conformance.candidates.catalogue import catalogue
+from pce_mpi.conformance.candidates.catalogue import cases_of_all_kinds, catalogue
 from pce_mpi.conformance.candidates.fitting import problem_of, unmet_need
 from pce_mpi.conformance.candidates.offers import EVERYTHING
 from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding
-from pce_mpi.conformance.problems.cases import DTYPES, OPTIONS, REDUCTIONS, Cases, Expects, Needs, Shards
+from pce_mpi.conformance.problems.cases import DTYPES, OPTIONS, REDUCTIONS, Cases, Expects, Needs, Shards, fits
 from pce_mpi.conformance.problems.generators import chunks, random_problem
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.kinds.statistics import exact_statistic
@@ -387,6 +387,43 @@ def test_pattern_or_dtype_without_case_raises():
         cases(pattern=["weight", "smoothing"])
     with pytest.raises(ValueError, match="got 'float8'"):
         cases(dtypes=["float8"])
+
+
+# The large cases that stand for families of small ones, and why others have none.
+AT_SIZE = {
+    "large/vocabulary-*": "random-logits many-classes uneven-shards targets-at-shard-borders chunk-borders product",
+    "large/65536-tokens": "many-rows reduction accumulated-dw accumulated-loss",
+    "options do not depend on the number of classes or rows": "weight ignore_index label_smoothing z_loss logit_scale "
+    "softcap padded-softcap temperature pair all-options ignored probabilities several-targets support bias",
+    "special values are of one row": "offset logits-of-1000 logits-of-1000-smoothed p-near-1 p-equal-1 masked-shard "
+    "masked-classes finite-mask masked-target masked-row nan plus-inf certain-teacher",
+    "close and far teachers are of one row": "far-teacher near-teacher close-teacher equal-logits",
+    "contracts are the same at any size": "upstream backward-twice two-losses-alive inputs-unmodified targets "
+    "results-not-aliased one-after-the-other result-form same-on-every-rank same-in-every-run same-bits "
+    "target-out-of-range gathered-logits dims axis strides padded-columns",
+    "the subject is small": "empty-shard fewer-classes-than-ranks one-class zero-rows targets-on-one-rank",
+    "rows are few on a grid, and in a step": "rows-sharded step",
+}
+
+
+def test_families_have_large_counterparts_or_reasons():
+    large = {case.name for case in cases_of_all_kinds(large=True) if case.family == "large"}
+    families = {case.family for case in cases_of_all_kinds()}
+    assert sorted(" ".join(AT_SIZE.values()).split()) == sorted(families)
+    patterns = [each for each in AT_SIZE if each.startswith("large/")]
+    assert all(any(fits(name, pattern) for name in large) for pattern in patterns)
+    assert {name for name in large if not any(fits(name, each) for each in patterns)} == {
+        "large/more-than-2**31-elements"
+    }
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].shared_cases])
+def test_large_vocabularies_are_those_of_models(kind):
+    """Sampled: one vocabulary of each kind, on uneven shards."""
+    (case,) = (case for case in catalogue(Offer(kind=kind), large=True) if case.name == "large/vocabulary-32003")
+    problem = problem_of(case, Offer(kind=kind), 3)
+    assert problem.classes == 32_003 and len(set(np.diff(problem.splits))) > 1
+    assert set(problem.splits[1:-1]) <= {*problem.targets.reshape(-1)} or not problem.with_numbers
 
 
 # Problems.

@@ -93,6 +93,7 @@ SHIPPED = [
         for head in (wild.TotalInHalf, wild.TorchTotal)
         for total in ("mean", "sum")
     ),
+    Shipped(wild.First1024Features, "product/4096-features", "loss is"),
     Shipped(wild.IgnoredTimes0, "bias/masks-first-classes", "an ignored row adds 0 times the logit of class 0: nan"),
 ]
 

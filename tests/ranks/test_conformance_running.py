@@ -8,7 +8,9 @@ import unittest
 import numpy as np
 import pytest
 
+from candidates.by_hand import candidate as by_hand
 from candidates.wrong.probabilities import ProbabilitiesSumTo1
+from candidates.wrong.rows import ClassNumbersInUint8
 import pce_mpi as pce
 from pce_mpi.conformance import Gradient, Offer, Tolerance, Verdict, assert_conforms, cases, offers, run_case
 from pce_mpi.conformance.candidates.adapters import named_candidate
@@ -372,7 +374,7 @@ def test_case_about_memory_names_it_before_numbers(comm):
 
 def test_large_case_catches_elements_beyond_limit(comm, monkeypatch):
     monkeypatch.setattr(shapes, "BEYOND", 2**18)  # for 2**31
-    (case,) = (case for case in catalogue(dtypes=["float32"], large=True) if case.family == "large")
+    (case,) = (case for case in catalogue(dtypes=["float32"], large=True) if case.name.startswith("large/more"))
     assert case.name not in {each.name for each in catalogue(dtypes=["float32"])}
 
     def places_of_few_bits(logits, targets, *, reduction, **options):
@@ -385,6 +387,19 @@ def test_large_case_catches_elements_beyond_limit(comm, monkeypatch):
     fine, wrong = (run_case(each, case, comm, offer=offer) for each in (right, places_of_few_bits))
     assert (fine.verdict, fine.rows, fine.findings) == (Verdict.PASS, 64, [])
     assert wrong.failed and "the least of all copies: the gradient is wrong: 0 where" in wrong.findings[0].text
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("classes", [50_257, 128_256])
+def test_large_vocabulary_catches_class_numbers_of_16_bits(comm, classes):
+    every = catalogue(by_hand.offer, dtypes=["float32"], large=True)
+    (case,) = (case for case in every if case.name == f"large/vocabulary-{classes}")
+    assert run_case(by_hand, case, comm).verdict == Verdict.PASS
+    candidate = ClassNumbersInUint8()
+    candidate.dtype = np.dtype(np.uint16)
+    cut = run_case(candidate, case, comm)
+    assert cut.failed == (classes > 2**16)
+    assert not cut.failed or "class numbers are cut to uint16" in cut.findings[0].text
 
 
 def test_softmax_less_probabilities_passes_where_declared(comm):

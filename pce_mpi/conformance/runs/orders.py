@@ -38,7 +38,7 @@ class Orders:
     dtypes      of the logits; None: all
     strict, tolerance   as in `tolerances.Tolerance`
     rows, classes       in place of each case's own; None: its own
-    large       also the case that takes GiB of memory
+    large       also large cases, one of which takes GiB of memory
     memory      GiB that a process of a rank may take; None: not limited
     tasks       the names of the cases to run; None: each case that `patterns` and `dtypes` select, once
     """

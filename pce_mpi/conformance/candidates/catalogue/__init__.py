@@ -16,7 +16,7 @@ _FAMILIES = (numbers, special_values, shapes, targets, options, calls)
 
 
 def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *, large: bool = False) -> list[Case]:
-    """Return every case of a loss or of the kind of `offer`, covered by it or not; with `large`, also the one of GiB.
+    """Return every case of a loss or of the kind of `offer`, covered by it or not; with `large`, also large ones.
 
     Cases that are not about numbers come in one dtype only: the first of float32, float64, bfloat16 and float16 that is
     in `offer` and in `dtypes`.
@@ -30,7 +30,7 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
     kind = KINDS["loss" if offer is None else offer.kind]
     every = [case for module in _FAMILIES if kind.shared_cases for case in module.CASES.of(usable[0])]
     every += () if kind.cases is None else kind.cases.of(usable[0])
-    if large:
+    if large and kind.shared_cases:
         every += shapes.LARGE.of(usable[-1])
     fitting = [
         case

@@ -178,3 +178,19 @@ def _large(setting: Setting) -> Problem:
     one_class_each = (0, *range(_COLUMNS, _COLUMNS + ranks))
     problem = random_problem(setting, one_class_each if setting.shards == "any" else equal)
     return replace(problem, copies=BEYOND // (setting.rows * _COLUMNS) + 1)
+
+
+@LARGE.case("large/vocabulary-{classes}", table("classes", (32_003,), (50_257,), (128_256,), (151_936,)), rows=8)
+def _vocabulary(setting: Setting) -> Problem:
+    """A vocabulary as models have it, on shards of several lengths, with targets at their borders: class numbers that
+    are kept in 16 bits or in bfloat16, and tiles that do not divide it.
+    """
+    problem = random_problem(setting, uneven(setting))
+    borders = [number for start, stop in pairwise(problem.splits) if stop > start for number in (start, stop - 1)]
+    return replace(problem, targets=np.resize(np.array(borders, np.int64), setting.rows))
+
+
+@LARGE.case("large/65536-tokens", rows=65_536, classes=64)
+def _tokens(setting: Setting) -> Problem:
+    """As many tokens as a long context has: places of rows that are kept in 16 bits, and sums over all of them."""
+    return random_problem(setting)

@@ -88,6 +88,12 @@ def _product(setting: Setting) -> Problem:
     return _drawn(setting)
 
 
+@CASES.case("product/4096-features", rows=7)
+def _features(setting: Setting) -> Problem:
+    """As many features as a model has: a kernel that takes those of one block."""
+    return _drawn(setting, features=4_096)
+
+
 @CASES.case("chunk-borders/rows", rows=1_037)
 def _rows_of_chunks(setting: Setting) -> Problem:
     """A last chunk of rows that is not full: rows that are left out of dw, or count twice."""
@@ -202,7 +208,7 @@ def _linear(kind: Kind, name: str, negates: Kind | None = None, tell: bool = Tru
         cases=CASES,
         without=(
             *("axis", "masked-*", "nan", "plus-inf", "probabilities", "padded-columns/masked"),
-            *("many-rows", "rows-sharded", "several-targets", "large"),
+            *("many-rows", "rows-sharded", "several-targets", "large/more-*", "large/65536-*"),
         ),
     )
 
