@@ -49,14 +49,22 @@ def binary(
     return Op(name, forward or library_function(name), vjps, rule, dtype=dtype, uses=uses, wide=wide)
 
 
+def _power(xp: Any, a: Array, b: Array) -> Array:
+    """Return a**b as IEEE 754 has it: NumPy takes a square root for it where b is 0.5, depending on its version."""
+    found = xp.power(a, b)
+    if xp is not np or not (half := b == 0.5).any():
+        return found
+    return xp.where(half & (a == -np.inf), np.inf, xp.where(half & (found == 0), 0.0, found))
+
+
 def _power_gradient_of_base(xp: Any, g: Array, a: Array, b: Array) -> Array:
     """Return the gradient of a in a**b; for b = 0 it is 0, at a = 0 as well."""
-    return xp.where(b == 0, 0, g * (b * xp.power(a, xp.where(b == 0, 1, b) - 1)))
+    return xp.where(b == 0, 0, g * (b * _power(xp, a, xp.where(b == 0, 1, b) - 1)))
 
 
 def _power_gradient_of_exponent(xp: Any, g: Array, a: Array, b: Array) -> Array:
     """Return the gradient of b in a**b; at a = 0 it is 0 for b >= 0, as in PyTorch."""
-    return xp.where((a == 0) & (b >= 0), 0, g * (xp.power(a, b) * xp.log(a)))
+    return xp.where((a == 0) & (b >= 0), 0, g * (_power(xp, a, b) * xp.log(a)))
 
 
 def _floor_divide(a: Array, b: Array) -> Array:
@@ -108,6 +116,7 @@ _POWER = binary(
     lambda g, a, b: apply(_BASE, g, a, b),
     lambda g, a, b: apply(_EXPONENT, g, a, b),
     uses=[(0, 1), (0, 1)],
+    forward=lambda call, a, b: _power(call.functions(a), a, b),
     wide=True,
 )
 _FLOOR_DIVIDE = binary(
@@ -239,7 +248,8 @@ def power(x: Any, y: Any) -> DistArray:
     Returns
     -------
     DistArray
-        The power. Shards as in `add`; Partial operands are reduced first.
+        The power, that of IEEE 754: (-inf)**0.5 is inf and (-0.0)**0.5 is 0.0. Shards as in `add`; Partial operands are
+        reduced first.
 
     Raises
     ------

@@ -2,6 +2,7 @@
 
 import hashlib
 
+import ml_dtypes
 import mpmath
 import numpy as np
 import pytest
@@ -227,3 +228,20 @@ def test_gelu_is_right_far_below_0(monkeypatch, loops, dtype, reproducible):
     assert worst(y.full(), value.near, dtype, remainder=value.rest) <= GELU[dtype]
     size = np.maximum(np.abs(slope.near), share.near) if dtype == np.float64 else None
     assert worst(held.grad.full(), slope.near, dtype, size, slope.rest) <= GELU_SLOPE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_power_of_half_is_that_of_ieee(dtype):
+    x, expected = np.array([-np.inf, -0.0, 0.0, 4.0, -1.0, np.inf], dtype), [np.inf, 0.0, 0.0, 2.0, np.nan, np.inf]
+    for reproducible in (False, True):
+        with pce.reproducible(reproducible):
+            base = pce.distribute(x, alone(), requires_grad=True)
+            column = pce.distribute(x[:, None] * np.ones(3, dtype), alone())
+            powers = [base**0.5, base ** dtype(0.5), base ** np.full(6, 0.5, dtype)]
+            powers += [(column ** np.full((6, 1), 0.5, dtype))[:, 1], (column ** np.full(3, 0.5, dtype))[:, 1]]
+            (base**1.5).sum().backward()
+        for each in powers:
+            got = each.full().astype(np.float64)
+            np.testing.assert_array_equal(got, expected)
+            assert not np.signbit(got[1:3]).any()
+        np.testing.assert_array_equal(base.grad.full()[:3].astype(np.float64), [np.inf, 0.0, 0.0])
