@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_978,
-    "package, C++ and CUDA": 4_872,
-    "package, lines of docstrings": 8_912,
+    "package, Python": 25_048,
+    "package, C++ and CUDA": 4_899,
+    "package, lines of docstrings": 8_934,
     "package, files of Python": 227,
-    "tests, Python": 36_233,
+    "tests, Python": 36_349,
 }
 
 SUFFIXES = {

@@ -31,6 +31,7 @@ def kl_divergence_value_and_grad(
     teacher: ArrayLike,
     *,
     direction: str = "forward",
+    beta: float = 0.5,
     logit_scale: float = 1.0,
     rows: ArrayLike | None = None,
     reduction: str = "mean",
@@ -39,8 +40,8 @@ def kl_divergence_value_and_grad(
     """Compute the divergence of two softmaxes and its gradients, in float64, from the textbook.
 
     With s and t the softmax of logit_scale student and logit_scale teacher, and KL(p || q) = sum_c p_c log(p_c / q_c),
-    it is KL(t || s), KL(s || t), or (KL(s || m) + KL(t || m)) / 2 with m = (s + t) / 2. A class with p_c = 0
-    contributes 0. The textbook loses what a divergence below some 1e-8 is made of.
+    it is KL(t || s), KL(s || t), or beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s. A class
+    with p_c = 0 contributes 0. The textbook loses what a divergence below some 1e-8 is made of.
 
     Parameters
     ----------
@@ -48,6 +49,8 @@ def kl_divergence_value_and_grad(
         Logits of one shape, which has a class axis.
     direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
         KL(t || s), KL(s || t), or the mean of two divergences.
+    beta : float, default 0.5
+        The weight of the teacher, for "jensen-shannon". At 0 it is KL(t || s), at 1 KL(s || t).
     logit_scale : float, default 1.0
         The factor of the logits: 1 / T for a temperature T.
     rows : array_like of bool, optional
@@ -77,6 +80,8 @@ def kl_divergence_value_and_grad(
         raise ValueError(f"direction must be 'forward', 'reverse' or 'jensen-shannon', got {direction!r}")
     x, y = (np.moveaxis(np.asarray(each).astype(np.float64), axis, -1) for each in (student, teacher))
     counts = np.ones(x.shape[:-1], bool) if rows is None else np.asarray(rows)
+    if direction == "jensen-shannon" and beta in (0, 1):
+        direction = "reverse" if beta else "forward"
     with np.errstate(all="ignore"):
         of_both = (softmax(z, z, z.argmax(axis=-1), None) for z in (logit_scale * x, logit_scale * y))
         (s, log_s), (t, log_t) = ((p, -nll) for p, _, nll, _ in of_both)
@@ -88,9 +93,10 @@ def kl_divergence_value_and_grad(
             dt = t - s
         else:
             larger = np.maximum(log_s, log_t)  # the logarithm of a mean of subnormal probabilities has no digits
-            log_m = larger + np.log1p(np.expm1(np.minimum(log_s, log_t) - larger) / 2.0)
+            weight = np.where(log_s < log_t, 1.0 - beta, beta)  # of the smaller one
+            log_m = larger + np.log1p(weight * np.expm1(np.minimum(log_s, log_t) - larger))
             (of_s, ds), (of_t, dt) = _kl(s, log_s, log_m), _kl(t, log_t, log_m)
-            divergence, ds, dt = (of_s + of_t) / 2.0, ds / 2.0, dt / 2.0
+            divergence, ds, dt = (1.0 - beta) * of_s + beta * of_t, (1.0 - beta) * ds, beta * dt
         divergence = np.where(counts, divergence, 0.0)
         divisor = counts.sum() if reduction == "mean" else 1
         factor = logit_scale / divisor if divisor else np.nan

@@ -233,18 +233,19 @@ PCE_FUNCTION float polynomial(float f) {
     SPECIFIER V short_polynomial(V f) { return short_curved(f) + f; }
 PCE_DEFINE_POLYNOMIAL(PCE_FUNCTION, double)
 
-// 2 artanh z = log((1 + z) / (1 - z)), for |z| up to 1 / 3.
+// 2 artanh z = log((1 + z) / (1 - z)), for |z| up to 1 / 3; and without 2 z.
 #define PCE_DEFINE_TWICE_ATANH(SPECIFIER, V) \
-    SPECIFIER V twice_atanh(V z) { \
+    SPECIFIER V atanh_tail(V z) { \
         V w = z * z, q = 2.0 / 33.0 + V{}; \
         for (int k = 15; k > 0; k--) q = q * w + 2.0 / (2 * k + 1); \
-        return z * (w * q) + (z + z); \
+        return z * (w * q); \
     } \
-    SPECIFIER V short_twice_atanh(V z) { \
+    SPECIFIER V twice_atanh(V z) { return atanh_tail(z) + (z + z); } \
+    SPECIFIER V short_atanh_tail(V z) { \
         V w = z * z, q = 0x1.8677a4bf9332ap-3 * w + 0x1.27db2445d4862p-3; \
         q = ((q * w + 0x1.75de5d874a272p-3) * w + 0x1.c70d2f5e45807p-3) * w + 0x1.24926db12eb2ap-2; \
         q = (q * w + 0x1.99999958485b0p-2) * w + 0x1.555555555ed28p-1; \
-        return z * (w * q) + (z + z); \
+        return z * (w * q); \
     }
 PCE_DEFINE_TWICE_ATANH(PCE_FUNCTION, double)
 

@@ -236,9 +236,9 @@ PyObject *diverge(PyObject *, PyObject *arguments) {
     PyObject *p, *q, *p_rows, *q_rows, *differences, *sums, *out, *slope, *less, *valid;
     Divergence pass = {};
     int p_kind, q_kind, out_kind, single;
-    if (!PyArg_ParseTuple(arguments, "OiOiOOOdpiOOiOOO:diverge", &p, &p_kind, &q, &q_kind, &p_rows, &q_rows,
-                          &differences, &pass.transform.scale, &single, &pass.of, &sums, &out, &out_kind, &slope, &less,
-                          &valid))
+    if (!PyArg_ParseTuple(arguments, "OiOiOOOdpddddiOOiOOO:diverge", &p, &p_kind, &q, &q_kind, &p_rows, &q_rows,
+                          &differences, &pass.transform.scale, &single, &pass.mean.p, &pass.mean.q, &pass.mean.log_p,
+                          &pass.mean.log_q, &pass.of, &sums, &out, &out_kind, &slope, &less, &valid))
         return nullptr;
     Buffer x, y, x_rows, y_rows, d, s, to, m, l, v;
     if (!x.take(p, PyBUF_STRIDES) || !y.take(q, PyBUF_STRIDES) || !x_rows.take(p_rows) || !y_rows.take(q_rows) ||

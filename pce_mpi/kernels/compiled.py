@@ -209,13 +209,13 @@ def largest_of(x: Array, k: int) -> tuple[Array, Array]:
 
 def _pair(pair: Pair) -> tuple[Any, ...]:
     numbers = pair.p_rows, pair.q_rows, pair.difference, pair.transform.scale
-    return *_raw(pair.p), *_raw(pair.q), *numbers, pair.single
+    return *_raw(pair.p), *_raw(pair.q), *numbers, pair.single, *(pair.mean or [0.0] * 4)
 
 
-def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
+def divergence_sums(pair: Pair) -> Array:
     """Return the sums of a divergence over this shard's classes; see `divergence.divergence_sums`."""
     sums = np.empty((len(pair.difference), 6), np.uint64)
-    _compiled.diverge(*_pair(pair), jensen_shannon, sums, None, 0, None, None, None)
+    _compiled.diverge(*_pair(pair), 0, sums, None, 0, None, None, None)
     return sums
 
 

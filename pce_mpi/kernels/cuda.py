@@ -46,7 +46,7 @@ from pce_mpi.kernels.launch_config import (
     LaunchConfig,
 )
 from pce_mpi.kernels.losses import LossTerms
-from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
+from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Mean, Pair, Transform
 from pce_mpi.kernels.row_layout import Output, Rows, rows_of
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
@@ -516,25 +516,28 @@ def _pair_arguments(pair: Pair) -> list[Any]:
         source = rows_of(logits)
         arguments += [source.array, np.int32(DTYPE_CODES[logits.dtype.name]), np.int64(source.pitch)]
     numbers = pair.p_rows, pair.q_rows, pair.difference
-    return [*arguments, *map(cupy.ascontiguousarray, numbers), np.float64(pair.transform.scale), np.bool_(pair.single)]
+    mean = map(np.float64, pair.mean or [0.0] * 4)
+    scale, single = np.float64(pair.transform.scale), np.bool_(pair.single)
+    return [*arguments, *map(cupy.ascontiguousarray, numbers), scale, *mean, single]
 
 
-def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
+def divergence_sums(pair: Pair) -> Array:
     """Return the sums of a divergence over this shard's classes; see `divergence.divergence_sums`."""
     rows, classes = len(pair.difference), np.int64(pair.p.shape[1])
     sums = cupy.empty((rows, 6), np.uint64)
     if rows:
-        given = *_pair_arguments(pair), classes, np.bool_(jensen_shannon)
+        given = *_pair_arguments(pair), classes
         _launch(Kernel("divergence.cu", "pce::sum_divergences"), (rows, 1), BLOCK_THREADS, *given, sums)
     return sums
 
 
-def row_divergences(words: Array, jensen_shannon: bool) -> Array:
+def row_divergences(words: Array, mean: Mean | None) -> Array:
     """Return the divergence of each row and more, (3, rows); see `divergence.row_divergences`."""
     rows = len(words)
     divergences = cupy.empty((3, rows), np.float64)
     if rows:
-        given = cupy.ascontiguousarray(words), np.int64(rows), np.bool_(jensen_shannon), divergences
+        weights = map(np.float64, mean[:2] if mean else (0.0, 0.0))
+        given = cupy.ascontiguousarray(words), np.int64(rows), *weights, divergences
         _launch_for_rows(Kernel("divergence.cu", "pce::fill_divergences"), rows, *given)
     return divergences
 

@@ -49,15 +49,19 @@ struct DivergenceSums {
 struct RowDivergence {
   double divergence, low, skewness;
 
-  static __device__ __forceinline__ RowDivergence of(const DivergenceSums& sums, bool jensen_shannon) {
-    const double skewness = static_cast<double>(sums.skewness) * 0x1p-60;
+  static __device__ __forceinline__ RowDivergence of(const DivergenceSums& sums, double mean_p, double mean_q) {
+    double skewness = static_cast<double>(sums.skewness) * 0x1p-60;
     double divergence = number_of(sums.divergence), a = static_cast<double>(sums.excess) * 0x1p-60;
     if (magnitude(a) < 0x1p-50) a = 0.0;
     const double curve = a * a * (0.5 - a * (1.0 / 3.0)), low = a - curve;
-    if (jensen_shannon)
-      divergence = divergence - (0.5 * low * (divergence + 0.5 * skewness) + 0.125 * (low * low));
-    else
+    if (mean_q) {
+      const double bias = (mean_p - mean_q) / mean_p;
+      const double first = low * (mean_q * divergence + mean_p * (skewness + bias * divergence));
+      divergence = divergence - (first + 0.5 * mean_p * mean_q * (low * low));
+      skewness = skewness + bias * divergence;
+    } else {
       divergence = divergence - curve;
+    }
     return {divergence > 0.0 ? divergence : 0.0, low, skewness};
   }
 };
@@ -65,8 +69,10 @@ struct RowDivergence {
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     sum_divergences(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
                     const RowGradient* p_rows, const RowGradient* q_rows, const Difference* differences,
-                    double scale, bool single, int64_t classes, bool jensen_shannon, DivergenceSums* sums) {
+                    double scale, double mean_p, double mean_q, double log_p, double log_q, bool single, int64_t classes,
+                    DivergenceSums* sums) {
   const int64_t row = blockIdx.x;
+  const Mean mean = {mean_p, mean_q, log_p, log_q};
   const Transform transform = {scale, 0.0};
   const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, differences + row,
                          RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform, single};
@@ -76,7 +82,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
     const Classes c = all[i];
     const Growth growth = growth_of(c);
     double skewness = 0.0;
-    add_number(sum.divergence, jensen_shannon ? jensen_shannon_term(c, growth, skewness) : kl_term(c, growth));
+    add_number(sum.divergence, mean.q ? jensen_shannon_term(c, growth, mean, skewness) : kl_term(c, growth));
     sum.excess += static_cast<int64_t>(difference(c, growth) * 0x1p60);
     sum.skewness += static_cast<int64_t>(skewness * 0x1p60);
   }
@@ -89,10 +95,10 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
 
 // `divergences` is (3, rows).
 __global__ void __launch_bounds__(BLOCK_THREADS)
-    fill_divergences(const DivergenceSums* sums, int64_t rows, bool jensen_shannon, double* divergences) {
+    fill_divergences(const DivergenceSums* sums, int64_t rows, double mean_p, double mean_q, double* divergences) {
   const int64_t row = row_of_thread();
   if (row >= rows) return;
-  const RowDivergence found = RowDivergence::of(sums[row], jensen_shannon);
+  const RowDivergence found = RowDivergence::of(sums[row], mean_p, mean_q);
   divergences[row] = found.divergence;
   divergences[rows + row] = found.low;
   divergences[2 * rows + row] = found.skewness;
@@ -114,15 +120,16 @@ __global__ void __launch_bounds__(BLOCK_THREADS)
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     write_divergence_gradient(const void* p, int p_dtype, int64_t p_pitch, const void* q, int q_dtype, int64_t q_pitch,
                               const RowGradient* p_rows, const RowGradient* q_rows, const Difference* differences,
-                              double scale, bool single, int64_t classes, int of, const double* slope,
-                              const double* less, const bool* valid, void* out, int out_dtype, int64_t out_pitch) {
+                              double scale, double mean_p, double mean_q, double log_p, double log_q, bool single,
+                              int64_t classes, int of, const double* slope, const double* less, const bool* valid, void* out, int out_dtype, int64_t out_pitch) {
   const int64_t row = blockIdx.x;
+  const Mean mean = {mean_p, mean_q, log_p, log_q};
   const Transform transform = {scale, 0.0};
   const ClassesOfRow all{p, q, p_dtype, q_dtype, row * p_pitch, row * q_pitch, differences + row,
                          RowFactor::of(p_rows[row], transform), RowFactor::of(q_rows[row], transform), transform, single};
 #pragma unroll 1
   for (int64_t i = threadIdx.x; i < classes; i += BLOCK_THREADS) {
-    double value = finite(all.difference->delta) ? slope[row] * divergence_gradient(all[i], of, less[row]) : not_a_number();
+    double value = finite(all.difference->delta) ? slope[row] * divergence_gradient(all[i], of, mean, less[row]) : not_a_number();
     if (value != value) value = not_a_number();
     set_element(out, out_dtype, row * out_pitch + i, valid[row] ? value : 0.0);
   }

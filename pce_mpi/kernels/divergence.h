@@ -72,12 +72,12 @@ static void add_pairs(DivergenceSums &sums, const Pairs<single> &pairs, const Di
         const Classes c = pairs[i];
         const Growth growth = growth_of(c);
         excess += truncated(difference(c, growth) * 0x1p60);
-        if (!pass.of) {
+        if (!pass.mean.q) {
             store(terms + i, kl_term(c, growth));
             continue;
         }
         Doubles skew;
-        store(terms + i, jensen_shannon_term(c, growth, skew));
+        store(terms + i, jensen_shannon_term(c, growth, pass.mean, skew));
         skewness += truncated(skew * 0x1p60);
     }
     auto fill = [&](double unit, WideTotal &total) {
@@ -93,7 +93,7 @@ static void add_pairs(DivergenceSums &sums, const Pairs<single> &pairs, const Di
 template <bool single>
 static void write_pairs(double *out, const Pairs<single> &pairs, double slope, double less, const Divergence &pass) {
     for (long i = 0; i < pairs.count; i += LANES / 2) {
-        Doubles value = slope * divergence_gradient(pairs[i], pass.of, less);
+        Doubles value = slope * divergence_gradient(pairs[i], pass.of, pass.mean, less);
         store(out + i, value == value ? value : doubles(not_a_number()));
     }
 }

@@ -4,9 +4,13 @@ Everything is in float64. With p and q the probabilities of a class, r = log(q /
 of two logsumexp, so that it keeps its digits where p and q are nearly equal. The sums over the classes are of
 
     KL(P || Q)          p (exp(r) - 1 - r)                              no term is negative
-    Jensen-Shannon      (p log(p / m) + q log(q / m)) / 2               m = (p + q) / 2; no term is negative
+    Jensen-Shannon      a p log(p / m) + b q log(q / m)                 m = a p + b q, a + b = 1; no term is negative
     excess              q - p                                           0, but for the rounding of the logsumexp
-    skewness            q log(q / m) - p log(p / m) - (q - p)           KL(Q || m) - KL(P || m), for Jensen-Shannon
+    skewness            b (q log(q / m) - p log(p / m) - (q - p))       b (KL(Q || m) - KL(P || m)), for Jensen-Shannon,
+                        less (a - b) / a times its term                 less (a - b) / a times the divergence
+
+With psi(x) = (1 + x) log(1 + x) - x, a term of Jensen-Shannon is p (b psi(q / p - 1) - psi(b (q / p - 1))), which loses
+at most one bit where p and q are nearly equal, as b is at most 1 / 2.
 
 The first is summed in limbs, and the last two in integers, in units of `UNIT`. The error of a logsumexp of float32
 exponentials enters r, and so the excess: r is too large by log(1 + excess). The divergence and
@@ -24,21 +28,21 @@ from pce_mpi.kernels.elementary import (
     HUGE,
     SHORT,
     Precision,
+    atanh_tail,
     curved,
     f64,
-    horner,
     i64,
-    numbers_of,
+    log,
+    log1p,
     power,
     reduced,
     transformed,
-    twice_atanh,
     two_sum,
     u64,
 )
 from pce_mpi.kernels.gradients import gradient_of
 from pce_mpi.kernels.limbs import Sums, sum_of, united, value_of_wide
-from pce_mpi.kernels.parameters import GradientOf, Pair, Transform
+from pce_mpi.kernels.parameters import GradientOf, Mean, Pair, Transform
 from pce_mpi.kernels.softmax_state import INFINITE, NO_GRID, StateFields
 from pce_mpi.kernels.tiles import put_rows, rows_of, tiles_of
 
@@ -52,11 +56,6 @@ APART = 1024.0
 UNIT = 2.0**-60
 LEAST_EXCESS = 2.0**-50
 TINY = 2.0**-500
-# (1 + h) log(1 + h) + (1 - h) log(1 - h) = h^2 R(h^2), for |h| up to tanh(log 2 / 4); and the same of fewer terms.
-BENT = tuple(1.0 / (k * (2 * k - 1)) for k in range(11, 0, -1))
-SHORT_BENT = numbers_of(
-    "0x1.7f02e324522d1p-6 0x1.245333dc00d92p-5 0x1.111166619be70p-4 0x1.5555552d0f56ap-3 0x1.0000000000c25p+0"
-)
 
 
 class _Classes(NamedTuple):
@@ -87,27 +86,50 @@ class _Classes(NamedTuple):
         """Return p (log(p / q) - constant)."""
         return np.where(self.p == 0.0, 0.0, self.p * (-self.r - constant))
 
-    def jensen_shannon(self) -> tuple[Array, Array]:
-        """Return (p log(p / m) + q log(q / m)) / 2, and q log(q / m) - p log(p / m) - (q - p)."""
-        share, total = self._log_of_share(), self.p + self.q
-        h = self.less_one / (2.0 + self.less_one)
-        w = h * h
-        bent = horner(SHORT_BENT if self.precision is SHORT else BENT, w)
-        smaller = np.where(self.r > 0.0, self.p, self.q)
-        less = np.where(smaller == 0.0, 0.0, smaller * np.abs(self.r))
-        skewness = self.difference() * (share - 1.0) + np.where(self.r > 0.0, less, -less)
-        return np.where(self.is_near, 0.25 * total * (w * bent), 0.5 * (total * share - less)), skewness
+    def jensen_shannon(self, mean: Mean) -> tuple[Array, Array]:
+        """Return a p log(p / m) + b q log(q / m), and the skewness, of third order where p is near q."""
+        u, x = self.less_one, mean.q * self.less_one
+        is_close = np.abs(self.r) <= 1.0
+        z, q_leads = self._ratio(mean, is_close, x / (2.0 + x))
+        tail = atanh_tail(z, self.precision)
+        log = tail + (z + z)
+        near = u * self.r - self.curve
+        term = self.p * (mean.q * near - (tail + z * log) * (1.0 + 0.5 * x))
+        skewness = self.p * (near - u * log)
+        of_p = np.where(self.p == 0.0, 0.0, self.p * np.where(q_leads, (mean.log_q + log) + self.r, mean.log_p + log))
+        of_q = np.where(self.q == 0.0, 0.0, self.q * _log_by_q(mean, log, q_leads, self.r))
+        term = np.where(is_close, term, -(mean.p * of_p + mean.q * of_q))
+        skewness = np.where(is_close, skewness, (of_p - of_q) - self.difference())
+        term = np.where(term > 0.0, term, 0.0)
+        return term, mean.q * skewness - ((mean.p - mean.q) / mean.p) * term
 
-    def by_q_beside_mean(self, constant: Array) -> Array:
+    def by_q_beside_mean(self, mean: Mean, constant: Array) -> Array:
         """Return q (log(q / m) - constant)."""
-        share = self._log_of_share()
-        share = np.where(self.r > 0.0, share, share - np.abs(self.r))
-        return np.where(self.q == 0.0, 0.0, self.q * (share - constant))
+        u = self.less_one
+        z, q_leads = self._ratio(mean, self.is_near, -(mean.p * u) / (2.0 + (1.0 + mean.q) * u))
+        log = atanh_tail(z, self.precision) + (z + z)
+        log = np.where(self.is_near, log, _log_by_q(mean, log, q_leads, self.r))
+        return np.where(self.q == 0.0, 0.0, self.q * (-log - constant))
 
-    def _log_of_share(self) -> Array:
-        """Return the log of the larger of p and q, divided by m."""
-        w = self.less_one
-        return twice_atanh(np.abs(w) / (4.0 + np.where(self.r > 0.0, 3.0 * w, w)), self.precision)
+    def _ratio(self, mean: Mean, is_close: Array, near: Array) -> tuple[Array, Array]:
+        """Return `near`, or z for which 2 artanh z is the log of m by the larger summand; and if that is of q."""
+        p, q = mean.p * self.p, mean.q * self.q
+        q_leads = p < q
+        larger, smaller = np.where(q_leads, q, p), np.where(q_leads, p, q)
+        y = np.where(larger == 0.0, 0.0, smaller / larger)
+        return np.where(is_close, near, y / (2.0 + y)), q_leads
+
+
+def _log_by_q(mean: Mean, log: Array, q_leads: Array, r: Array) -> Array:
+    """Return the log of m / q, from that of m by its larger summand."""
+    return np.where(q_leads, mean.log_q + log, (mean.log_p + log) - r)
+
+
+def mean_of(weight: float) -> Mean:
+    """Return the mean in which Q has `weight`, from 2**-64 to 1 / 2."""
+    rest = 1.0 - weight
+    log_p, log_q = -log1p(np.array([weight / rest])), log(np.array([weight]))
+    return Mean(rest, weight, float(log_p[0]), float(log_q[0]))
 
 
 def _classes(pair: Pair, rows: slice, classes: slice) -> _Classes:
@@ -150,7 +172,7 @@ def logsumexp_differences(held: Array, held_nll: Array, transform: Transform) ->
         return np.stack([np.where(np.isfinite(rest), delta, np.nan), error, rest], axis=1)
 
 
-def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
+def divergence_sums(pair: Pair) -> Array:
     """Return the sums of a divergence over this shard's classes, (rows, 6) words.
 
     They are the sum of the divergence, a grid and limbs, and in units of `UNIT` the excess and the skewness.
@@ -162,7 +184,7 @@ def divergence_sums(pair: Pair, jensen_shannon: bool) -> Array:
         for mine, tile in tiles_of(rows, classes):
             each = _classes(pair, mine, tile)
             usable = np.isfinite(pair.difference[mine, :1])
-            terms, skewness = each.jensen_shannon() if jensen_shannon else (each.kl(), 0.0)
+            terms, skewness = each.jensen_shannon(pair.mean) if pair.mean else (each.kl(), 0.0)
             terms = np.where(usable, terms, 0.0)
             grids, limbs = sum_of([terms])
             grids[np.isinf(terms).any(axis=1)] = INFINITE
@@ -179,7 +201,7 @@ def _in_units(values: Array) -> Array:
     return (values * (1.0 / UNIT)).astype(i64).sum(axis=1).view(u64)
 
 
-def row_divergences(words: Array, jensen_shannon: bool) -> Array:
+def row_divergences(words: Array, mean: Mean | None) -> Array:
     """Return the divergence of each row, log(1 + excess) and the skewness, (3, rows), from merged sums."""
     grids = words[:, 0].copy().view(i64)
     divergence = value_of_wide(Sums(grids, words[:, 1:4])).high
@@ -187,9 +209,12 @@ def row_divergences(words: Array, jensen_shannon: bool) -> Array:
     a = np.where(np.abs(a) < LEAST_EXCESS, 0.0, a)
     curve = a * a * (0.5 - a * (1.0 / 3.0))  # excess - log(1 + excess), as the excess is below 2^-20
     low = a - curve
-    if jensen_shannon:
+    if mean:
         # To second order in `low`, for p near q; elsewhere the first is far below the divergence's last bit.
-        divergence = divergence - (0.5 * low * (divergence + 0.5 * skewness) + 0.125 * (low * low))
+        bias = (mean.p - mean.q) / mean.p
+        first = low * (mean.q * divergence + mean.p * (skewness + bias * divergence))
+        divergence = divergence - (first + 0.5 * mean.p * mean.q * (low * low))
+        skewness = skewness + bias * divergence
     else:
         divergence = divergence - curve
     divergence = np.where(grids == INFINITE, np.inf, np.maximum(divergence, 0.0))
@@ -210,7 +235,7 @@ def write_divergence_gradient(
             if of is GradientOf.KL_BY_Q:
                 value = each.difference()
             else:
-                value = each.by_p(less) if of is GradientOf.KL_BY_P else each.by_q_beside_mean(less)
+                value = each.by_q_beside_mean(pair.mean, less) if pair.mean else each.by_p(less)
             value = slope[mine, None] * value
             value = np.where(np.isfinite(pair.difference[mine, :1]) & ~np.isnan(value), value, np.nan)
             put_rows(out, mine, tile, np.where(valid[mine, None], value, 0.0))

@@ -82,37 +82,53 @@ PCE_INLINED NUMBERS other(const Classes &c, const Growth &growth) {
     return size_of(c.r) <= far_from(c.single) ? near : c.q;
 }
 
-// log of the larger of p and q by m = (p + q) / 2
-PCE_INLINED NUMBERS log_of_share(const Classes &c, const Growth &growth) {
-    NUMBERS w = growth.less_one, larger = c.r > 0.0 ? 3.0 * w : w;
-    NUMBERS z = size_of(w) / (4.0 + larger);
-    return c.single ? short_twice_atanh(z) : twice_atanh(z);
+// The log of m by the larger of its summands, and whether that is of q, from 2 artanh of `z`; or from that of `near`.
+struct Share {
+    NUMBERS z, tail, log;
+    decltype(NUMBERS{} < NUMBERS{}) q_leads;
+};
+// log of m / q
+PCE_INLINED NUMBERS log_by_q(const Share &share, const Mean &mean, NUMBERS r) {
+    return share.q_leads ? mean.log_q + share.log : (mean.log_p + share.log) - r;
+}
+PCE_INLINED Share share_of(const Classes &c, const Mean &mean, NUMBERS q, NUMBERS near,
+                              decltype(NUMBERS{} < NUMBERS{}) is_close) {
+    NUMBERS a = mean.p * c.p, b = mean.q * q;
+    auto q_leads = a < b;
+    NUMBERS larger = q_leads ? b : a, smaller = q_leads ? a : b, y = larger == 0.0 ? constant(0.0) : smaller / larger;
+    NUMBERS z = is_close ? near : y / (2.0 + y), tail = c.single ? short_atanh_tail(z) : atanh_tail(z);
+    return {z, tail, tail + (z + z), q_leads};
 }
 
-// (p log(p / m) + q log(q / m)) / 2, and q log(q / m) - p log(p / m) - (q - p); the first near 1, by the series of (1 + h) log(1 + h) + (1 - h) log(1 - h).
-PCE_INLINED NUMBERS jensen_shannon_term(const Classes &c, const Growth &growth, NUMBERS &skewness) {
-    NUMBERS share = log_of_share(c, growth), q = other(c, growth), sum = c.p + q;
-    NUMBERS h = growth.less_one / (2.0 + growth.less_one), w = h * h, bent = constant(c.single ? 0x1.7f02e324522d1p-6 : 1.0 / (11 * 21));
-    if (c.single)
-        bent = (((bent * w + 0x1.245333dc00d92p-5) * w + 0x1.111166619be70p-4) * w + 0x1.5555552d0f56ap-3) * w +
-               0x1.0000000000c25p+0;
-    else
-        for (int k = 10; k > 0; k--) bent = bent * w + 1.0 / (k * (2 * k - 1));
-    NUMBERS smaller = c.r > 0.0 ? c.p : q, less = smaller == 0.0 ? constant(0.0) : smaller * size_of(c.r);
-    skewness = difference(c, growth) * (share - 1.0) + (c.r > 0.0 ? less : -less);
-    return growth.near == 0.0 ? 0.25 * sum * (w * bent) : 0.5 * (sum * share - less);
+// a p log(p / m) + b q log(q / m), near 1 by psi; and the skewness
+PCE_INLINED NUMBERS jensen_shannon_term(const Classes &c, const Growth &growth, const Mean &mean, NUMBERS &skewness) {
+    NUMBERS q = other(c, growth), u = growth.less_one, x = mean.q * u;
+    auto is_close = size_of(c.r) <= 1.0;
+    const Share share = share_of(c, mean, q, x / (2.0 + x), is_close);
+    NUMBERS psi = u * c.r - growth.curve;
+    NUMBERS term = c.p * (mean.q * psi - (share.tail + share.z * share.log) * (1.0 + 0.5 * x));
+    NUMBERS near = c.p * (psi - u * share.log);
+    NUMBERS log_by_p = share.q_leads ? (mean.log_q + share.log) + c.r : mean.log_p + share.log;
+    NUMBERS of_p = c.p == 0.0 ? constant(0.0) : c.p * log_by_p;
+    NUMBERS of_q = q == 0.0 ? constant(0.0) : q * log_by_q(share, mean, c.r);
+    skewness = mean.q * (is_close ? near : (of_p - of_q) - difference(c, growth));
+    term = is_close ? term : -(mean.p * of_p + mean.q * of_q);
+    term = term > 0.0 ? term : constant(0.0);
+    skewness = skewness - ((mean.p - mean.q) / mean.p) * term;
+    return term;
 }
 
 // q (log(q / m) - constant)
-PCE_INLINED NUMBERS by_q_beside_mean(const Classes &c, const Growth &growth, double less) {
-    NUMBERS share = log_of_share(c, growth), q = other(c, growth);
-    share = c.r > 0.0 ? share : share - size_of(c.r);
-    return q == 0.0 ? constant(0.0) : q * (share - less);
+PCE_INLINED NUMBERS by_q_beside_mean(const Classes &c, const Growth &growth, const Mean &mean, double less) {
+    NUMBERS q = other(c, growth), u = growth.less_one;
+    const Share share = share_of(c, mean, q, -(mean.p * u) / (2.0 + (1.0 + mean.q) * u), growth.near == 0.0);
+    NUMBERS log = growth.near == 0.0 ? share.log : log_by_q(share, mean, c.r);
+    return q == 0.0 ? constant(0.0) : q * (-log - less);
 }
 
 // The gradient of a divergence at a class, but for the slope; `of` is `GradientOf`.
-PCE_INLINED NUMBERS divergence_gradient(const Classes &c, int of, double less) {
+PCE_INLINED NUMBERS divergence_gradient(const Classes &c, int of, const Mean &mean, double less) {
     if (of == KL_BY_P) return kl_by_p(c, less);
     const Growth growth = growth_of(c);
-    return of == KL_BY_Q ? difference(c, growth) : by_q_beside_mean(c, growth, less);
+    return of == KL_BY_Q ? difference(c, growth) : by_q_beside_mean(c, growth, mean, less);
 }

@@ -265,10 +265,15 @@ def log1p(a: Array) -> Array:
     return np.where(a < 0.4, twice_atanh(a / (2.0 + a)), log(s) + error / s)
 
 
-def twice_atanh(z: Array, precision: Precision = DOUBLE) -> Array:
+def twice_atanh(z: Array) -> Array:
     """Return 2 artanh z = log((1 + z) / (1 - z)), for |z| up to 1 / 3."""
+    return atanh_tail(z) + (z + z)
+
+
+def atanh_tail(z: Array, precision: Precision = DOUBLE) -> Array:
+    """Return 2 artanh z - 2 z."""
     w = z * z
-    return z * (w * horner(SHORT_ATANH if precision is SHORT else ATANH, w)) + (z + z)
+    return z * (w * horner(SHORT_ATANH if precision is SHORT else ATANH, w))
 
 
 def horner(coefficients: tuple[float, ...], w: Array) -> Array:

@@ -47,6 +47,10 @@ struct RowFactor {
 struct Difference {
     double delta, error, rest;
 };
+// `Mean` of parameters.py; both weights are 0 where there is none.
+struct Mean {
+    double p, q, log_p, log_q;
+};
 
 PCE_FUNCTION float gradient_of(const RowFactor &row, const Exponential<float> &e) {
     int64_t n = e.n + row.exponent, near = clip(n, -125, 127);

@@ -105,7 +105,8 @@ struct Divergence {
     const double *slope, *less;  // of a gradient, as is `valid`
     const bool *valid;
     uint64_t *sums;
-    int of;  // `GradientOf`, or whether the sums are those of Jensen-Shannon
+    int of;  // `GradientOf`
+    Mean mean;
     bool single;
     Transform transform;
 };

@@ -34,13 +34,23 @@ class ClassWeights(NamedTuple):
     classes: int = 1
 
 
+class Mean(NamedTuple):
+    """The mean p P + q Q of two distributions, and the logarithms of both weights."""
+
+    p: float
+    q: float
+    log_p: float
+    log_q: float
+
+
 class Pair(NamedTuple):
     """Two distributions P and Q over the same classes.
 
     `p` and `q` are logits, (outer, classes, inner); `p_rows` and `q_rows` have the columns of `ROW_GRADIENT` from which
     the softmax is written. `difference`, (rows, 3), adds up to the logsumexp of Q less that of P: the difference of
     their largest z, its rounding error, and all else. In rows where the first is not finite nothing has a meaning.
-    `single` if results are in float32: then polynomials have fewer terms.
+    `single` if results are in float32: then polynomials have fewer terms. Without `mean` their divergence is
+    KL(P || Q), else the Jensen-Shannon divergence from it, p KL(P || mean) + q KL(Q || mean).
     """
 
     p: Array
@@ -50,14 +60,16 @@ class Pair(NamedTuple):
     difference: Array
     transform: Transform
     single: bool = False
+    mean: Mean | None = None
 
     def swapped(self) -> Pair:
         """Return the pair of Q and P."""
-        return Pair(self.q, self.p, self.q_rows, self.p_rows, -self.difference, self.transform, self.single)
+        mean = self.mean and Mean(self.mean.q, self.mean.p, self.mean.log_q, self.mean.log_p)
+        return Pair(self.q, self.p, self.q_rows, self.p_rows, -self.difference, self.transform, self.single, mean)
 
 
 class GradientOf(IntEnum):
-    """The divergence and the operand that a gradient is of: KL(P || Q), or Jensen-Shannon, which is symmetric."""
+    """The divergence and the operand that a gradient is of: KL(P || Q), or Jensen-Shannon."""
 
     KL_BY_Q = 0
     KL_BY_P = 1

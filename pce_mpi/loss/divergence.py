@@ -16,6 +16,7 @@ from pce_mpi.arrays import as_array, is_true, name_of, to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, standard_arithmetic
+from pce_mpi.kernels.divergence import mean_of
 from pce_mpi.kernels.elementary import SINGLE
 from pce_mpi.kernels.parameters import GradientOf, Pair
 from pce_mpi.kernels.softmax_state import StateFields
@@ -35,11 +36,11 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     """Compute the divergence of two softmaxes whose classes are sharded over the ranks of `comm`, in nats.
 
     Each rank passes its own classes of the same rows. With s and t the softmax of logit_scale student and logit_scale
-    teacher over the classes of all shards, m = (s + t) / 2 and KL(p || q) = sum_c p_c log(p_c / q_c), it is
+    teacher over the classes of all shards, and KL(p || q) = sum_c p_c log(p_c / q_c), it is
 
         "forward"           KL(t || s)
         "reverse"           KL(s || t)
-        "jensen-shannon"    (KL(s || m) + KL(t || m)) / 2
+        "jensen-shannon"    beta KL(t || m) + (1 - beta) KL(s || m)     m = beta t + (1 - beta) s
 
     Nothing is divided by logit_scale**2. A class with p_c = 0 contributes 0, whatever q_c is.
 
@@ -101,7 +102,7 @@ class DivergenceResiduals(PassResiduals):
     divergences : array, shape (rows,)
         The divergence of each row.
     skewness : array, shape (rows,)
-        KL(Q || m) - KL(P || m), for Jensen-Shannon.
+        KL(Q || m) - KL(P || m) times the weight of Q in m, for Jensen-Shannon.
     divisor : array, shape (1,)
         The divisor of the gradient, 1 unless the reduction is a mean.
     loss_shape : tuple of int
@@ -165,7 +166,8 @@ def kl_divergence_backward(
 
         forward           dx_c = s_c - t_c                              dy_c = t_c (log(t_c / s_c) - D)
         reverse           dx_c = s_c (log(s_c / t_c) - D)               dy_c = t_c - s_c
-        jensen-shannon    dx_c = s_c (log(s_c / m_c) - KL(s || m)) / 2  dy_c = t_c (log(t_c / m_c) - KL(t || m)) / 2
+        jensen-shannon    dx_c = (1 - beta) s_c (log(s_c / m_c) - KL(s || m))
+                          dy_c = beta t_c (log(t_c / m_c) - KL(t || m))
 
     times g = dloss, divided by the number of rows for `"mean"`. Rows that do not count have a zero gradient. A rank
     writes the gradient of its own classes; nothing is summed over ranks, so nothing is counted twice.
@@ -259,6 +261,19 @@ def kl_divergence_value_and_grad(
     return divergence, problem.out if out is None else out
 
 
+def _direction(options: Options) -> str:
+    """Return the direction; a mean that is one of the softmaxes leaves the other's divergence from it."""
+    ends: dict[float, str] = {0.0: Direction.FORWARD, 1.0: Direction.REVERSE}
+    jensen_shannon = options.direction == Direction.JENSEN_SHANNON
+    return ends.get(options.beta, options.direction) if jensen_shannon else options.direction
+
+
+def _is_swapped(options: Options) -> bool:
+    """Return whether P is the student: it is the teacher for "forward", else that with the larger weight."""
+    direction = _direction(options)
+    return direction == Direction.REVERSE or (direction == Direction.JENSEN_SHANNON and options.beta < 0.5)
+
+
 def _checked(function: str, options: ShardedDivergenceOptions, *own: str) -> Options:
     return Options.of(function, options, ShardedDivergenceOptions, *own)
 
@@ -272,6 +287,9 @@ def _check(options: Options, student: Any, teacher: Any, **more: Any) -> Problem
     beside = {"teacher": as_array(teacher, "teacher")}
     problem = check(options, student, None, needs_targets=False, name="student", beside=beside, **more)
     check_scale_is_near(problem.options)
+    if options.beta != 0.5 and problem.options.direction != Direction.JENSEN_SHANNON:
+        said = f"got beta = {options.beta} and direction = {problem.options.direction!r}"
+        raise ValueError(f"beta is of direction='jensen-shannon', {said}")
     problem.targets_name = "rows"
     problem.also = {"teacher's dtype": name_of(beside["teacher"].dtype), "rows given": options.rows is not None}
     if options.rows is not None:
@@ -303,7 +321,7 @@ def _add(a: HostArray, b: HostArray) -> None:
 def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
     """Return the divergence and the residuals; collective over the communicators of `problem`."""
     options, kernel, xp = problem.options, problem.kernel, problem.xp
-    count, jensen_shannon = problem.valid.size, options.direction == Direction.JENSEN_SHANNON
+    count, direction = problem.valid.size, _direction(options)
     softmax = row_softmax(problem, _FIELDS)
     rows = probability_rows(problem, softmax)
     student, teacher = (rows_and_classes(each, options.axis) for each in (problem.logits, problem.beside[0]))
@@ -313,13 +331,15 @@ def divergence_of(problem: Problem) -> tuple[Array, DivergenceResiduals]:
         difference = xp.where(valid[:, None], difference, np.nan)  # nothing is computed for rows that do not count
         of_rows = rows[count:], rows[:count], difference
         pair = Pair(teacher, student, *of_rows, problem.transform, problem.precision is SINGLE)
-        if options.direction == Direction.REVERSE:
+        if _is_swapped(options):
             pair = pair.swapped()
-        sums = kernel.divergence_sums(pair, jensen_shannon)
+        if direction == Direction.JENSEN_SHANNON:
+            pair = pair._replace(mean=mean_of(min(options.beta, 1.0 - options.beta)))
+        sums = kernel.divergence_sums(pair)
         if options.comm is not None:
             with cause(options.operation, options.over, "the sums of the divergence, merged"):
                 sums = all_reduce(sums, options.comm, _add, overwrite=True, element=_SUMS)
-        divergences, low, skewness = kernel.row_divergences(sums, jensen_shannon)
+        divergences, low, skewness = kernel.row_divergences(sums, pair.mean)
         divergences = xp.where(xp.isfinite(pair.difference[:, 0]), divergences, np.nan)
         losses = xp.stack([xp.where(valid, divergences, 0.0), xp.where(valid, 1.0, 0.0)])
         loss, divisor = reduced(problem, losses)
@@ -331,13 +351,16 @@ def _write_gradient(array: Array, residuals: DivergenceResiduals, upstream: Arra
     """Fill `array` with a gradient; `upstream`, that of `upstream_of`, is the gradient of the divergence."""
     problem, pair, constant = residuals.problem, residuals.pair, residuals.divergences
     options, kernel, xp, count = problem.options, problem.kernel, problem.xp, problem.valid.size
-    by_q = of_student != (options.direction == Direction.REVERSE)
+    by_q = of_student != _is_swapped(options)
     of = GradientOf.KL_BY_Q if by_q else GradientOf.KL_BY_P
     factor = problem.transform.scale
     with np.errstate(all="ignore"):
-        if options.direction == Direction.JENSEN_SHANNON:
-            of, factor, half = GradientOf.JENSEN_SHANNON_BY_Q, 0.5 * factor, 0.5 * residuals.skewness
-            pair, constant = (pair, constant + half) if by_q else (pair.swapped(), constant - half)
+        if mean := pair.mean:
+            of, skewness = GradientOf.JENSEN_SHANNON_BY_Q, residuals.skewness
+            if by_q:
+                factor, constant = mean.q * factor, constant + mean.p * (skewness / mean.q)
+            else:
+                factor, constant, pair = mean.p * factor, constant - skewness, pair.swapped()
         slope = xp.zeros(count) + converted(xp.asarray(upstream), np.float64) / xp.asarray(residuals.divisor) * factor
     given = pair, of, slope, constant, residuals.valid
     in_rows(array, options.axis, lambda out: kernel.write_divergence_gradient(out, *given))

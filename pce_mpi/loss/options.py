@@ -125,6 +125,7 @@ class DivergenceOptions(AxisOptions, total=False):
     """The options of `kl_divergence` on distributed arrays."""
 
     direction: str
+    beta: float
     logit_scale: float
     rows: Any
     reduction: str
@@ -262,6 +263,10 @@ class Options:
         products rather than five. Other dtypes are not rounded.
     direction : {"forward", "reverse", "jensen-shannon"}, default "forward"
         The divergence.
+    beta : float, default 0.5
+        The weight of the teacher in the mean of "jensen-shannon", 0 or from 2**-64 to 1. As in TRL, it is KL(t || s)
+        at 0 and KL(s || t) at 1. It is that of Agarwal et al., On-Policy Distillation of Language Models, 2023; TRL
+        (GKDTrainer), Liger and ms-swift call it so too. TRL and Liger weight as here, the teacher by beta.
     rows : array of bool, optional
         True for rows that count, shaped as the logits without the class axis; the same on every rank of `comm`. Other
         rows have the divergence 0 and zero gradients, whatever their logits are.
@@ -314,6 +319,11 @@ class Options:
     num_classes: int | None = _option(None, _count(1))
     batch_comm: Any = None
     direction: str = _option("forward", _one_of(Direction))
+    beta: float = _option(
+        0.5,
+        _checked(real, lambda number: number == 0.0 or 2.0**-64 <= number <= 1.0, "0, or from 2**-64 to 1"),
+        sample=0.125,
+    )
     rows: Any = None
     bias: Any = None
     chunk: int | None = _option(None, _count(1))

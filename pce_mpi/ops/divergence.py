@@ -28,12 +28,12 @@ _KL_DIVERGENCE = Primitive(
 def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]) -> Any:
     """Compute the divergence of two softmaxes over all classes, in nats: of distributed arrays, or of plain shards.
 
-    With s and t the softmax of logit_scale student and logit_scale teacher, m = (s + t) / 2 and KL(p || q) =
-    sum_c p_c log(p_c / q_c), it is
+    With s and t the softmax of logit_scale student and logit_scale teacher, and KL(p || q) = sum_c p_c log(p_c / q_c),
+    it is
 
         "forward"           KL(t || s)
         "reverse"           KL(s || t)
-        "jensen-shannon"    (KL(s || m) + KL(t || m)) / 2
+        "jensen-shannon"    beta KL(t || m) + (1 - beta) KL(s || m)     m = beta t + (1 - beta) s
 
     Nothing is divided by logit_scale**2. A class with p_c = 0 contributes 0, whatever q_c is.
 

@@ -174,8 +174,8 @@ class Divergences:
     def pair_on_device(pair):
         return pair._replace(**{name: on_device(getattr(pair, name)) for name in pair._fields[:5]})
 
-    def divergence_sums(self, pair, jensen_shannon):
-        sums = self.cuda.divergence_sums(self.pair_on_device(pair), jensen_shannon).get()
+    def divergence_sums(self, pair):
+        sums = self.cuda.divergence_sums(self.pair_on_device(pair)).get()
         place.forget()
         return sums
 

@@ -125,7 +125,7 @@ class ExactDivergence(NamedTuple):
     largest: Array  # the larger probability of each class
 
 
-def exact_divergence(student: Array, teacher: Array, direction: str, scale: float = 1.0) -> ExactDivergence:
+def exact_divergence(student: Array, teacher: Array, direction: str, scale: float, beta: float) -> ExactDivergence:
     """The divergence of two rows of float64 numbers times `scale`, which may have -inf."""
     with mpmath.workdps(DIGITS):
         zero, masked = mpmath.mpf(0), mpmath.mpf("-inf")
@@ -153,9 +153,10 @@ def exact_divergence(student: Array, teacher: Array, direction: str, scale: floa
             divergence, ds, size = kl(s, t)
             both, sizes = (ds, [-value for value in difference]), (size, difference)
         else:
-            m = [mpmath.log((mpmath.exp(a) + mpmath.exp(b)) / 2) for a, b in zip(s, t, strict=True)]
+            b, a = mpmath.mpf(beta), 1 - mpmath.mpf(beta)  # of the teacher, and of the student
+            m = [mpmath.log(a * mpmath.exp(x) + b * mpmath.exp(y)) for x, y in zip(s, t, strict=True)]
             (of_s, ds, of_ds), (of_t, dt, of_dt) = kl(s, m), kl(t, m)
-            divergence, both, sizes = (of_s + of_t) / 2, ([v / 2 for v in ds], [v / 2 for v in dt]), (of_ds, of_dt)
+            divergence, both, sizes = a * of_s + b * of_t, ([a * v for v in ds], [b * v for v in dt]), (of_ds, of_dt)
         of_student, of_teacher = ([value * mpmath.mpf(scale) for value in each] for each in both)
         student_size, teacher_size = (np.array([abs(float(value)) * scale for value in each]) for each in sizes)
         larger = np.array([float(mpmath.exp(max(a, b))) for a, b in zip(s, t, strict=True)])

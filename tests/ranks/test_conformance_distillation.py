@@ -10,19 +10,20 @@ import pce_mpi as pce
 from pce_mpi.conformance import offers
 from pce_mpi.conformance.candidates.catalogue import cases, catalogue
 from pce_mpi.conformance.candidates.fitting import unmet_need
-from pce_mpi.conformance.candidates.offers import Offer
+from pce_mpi.conformance.candidates.offers import Offer, offer_of
 from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.problems.tolerances import Tolerance
 from pce_mpi.conformance.reports.summary import facts, hint
 from pce_mpi.conformance.runs.running import run_case
 
 
-def ours(direction, squared):
+def ours(direction, squared, beta=0.5, declared=None):
     """This package's own divergence as a candidate."""
 
     @offers(
         kind="kl",
         direction=direction,
+        beta=beta if declared is None else declared,
         temperature_squared=squared,
         dtypes=("float32", "float64", "float16", "bfloat16"),
         options=("temperature",),
@@ -34,7 +35,7 @@ def ours(direction, squared):
     )
     def divergence(student, teacher, *, temperature=1.0, **options):
         factor = temperature**2 if squared else 1.0
-        options |= {"direction": direction, "logit_scale": 1 / temperature}
+        options |= {"direction": direction, "beta": beta, "logit_scale": 1 / temperature}
         value, residuals = pce.kl_divergence_forward(student, teacher, **options)
         return value * value.dtype.type(factor), lambda dloss: pce.kl_divergence_backward(dloss * factor, residuals)
 
@@ -47,8 +48,12 @@ def failures(candidate, comm, pattern=None, **how):
 
 
 @pytest.mark.ranks(1, 3)
-@pytest.mark.parametrize("direction, squared", [("forward", True), ("reverse", False), ("jensen-shannon", False)])
-def test_our_divergences_pass_a_strict_judge(comm, direction, squared):
+@pytest.mark.parametrize(
+    "meaning",
+    [("forward", True), ("reverse", False), ("jensen-shannon", False), ("jensen-shannon", True, 0.1)],
+    ids=str,
+)
+def test_our_divergences_pass_a_strict_judge(comm, meaning):
     families = [
         "far-teacher",
         "near-teacher",
@@ -59,7 +64,7 @@ def test_our_divergences_pass_a_strict_judge(comm, direction, squared):
         "masked-*",
     ]
     families += ["offset", "logits-of-1000", "reduction", "upstream", "dims", "uneven-shards", "empty-shard"]
-    assert failures(ours(direction, squared), comm, families, tolerance=Tolerance(strict=True)) == []
+    assert failures(ours(*meaning), comm, families, tolerance=Tolerance(strict=True)) == []
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -78,6 +83,22 @@ def test_float32_has_digits_of_close_divergences(comm, seed, size):
     assert outcome.verdict == Verdict.PASS, outcome.findings
     rounded = run_case(wild.LogProbabilitiesInSingle(), case, comm, seed=seed, **size)
     assert rounded.verdict == Verdict.FAIL
+
+
+@pytest.mark.ranks(1, 3)
+def test_weight_of_wrong_side_is_named(comm):
+    for beta, text in ((0.9, "beta weighs the student, not the teacher"), (0.5, "the mean has equal weights")):
+        candidate = ours("jensen-shannon", False, beta, declared=0.1)
+        (case,) = cases(candidate, pattern="far-teacher/float32")
+        outcome = run_case(candidate, case, comm)
+        said = str(outcome.findings)
+        assert outcome.verdict == Verdict.FAIL
+        assert text in said
+        assert f"@offers(beta={beta})" in said
+    with pytest.raises(ValueError, match=r"beta=0.1 says nothing of a candidate of kind='kl'"):
+        offer_of(offers(kind="kl", direction="forward", beta=0.1)(lambda student, teacher: None))
+    with pytest.raises(ValueError, match="beta must be a number from 0 to 1, got 2"):
+        offer_of(offers(kind="kl", direction="jensen-shannon", beta=2)(lambda student, teacher: None))
 
 
 ONCE_MORE = "the gradient is {ranks} times too large: it is summed over the ranks once more"

@@ -10,6 +10,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard, dense
 from pce_mpi.kernels import definition
+from pce_mpi.kernels.divergence import mean_of
 from pce_mpi.kernels.elementary import SINGLE
 from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
@@ -28,6 +29,7 @@ OPTIONS = {
     "rows": {"rows": np.arange(ROWS) % 3 != 1},
     "no rows": {"rows": np.zeros(ROWS, bool)},
 }
+WEIGHTED = [("jensen-shannon", 0.1), ("jensen-shannon", 0.9), ("jensen-shannon", 0.001)]
 by_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
@@ -83,8 +85,8 @@ CORNERS = {
 @pytest.mark.ranks(1)  # the bits are those of any number of ranks
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", CORNERS)
-@by_direction
-def test_divergence_and_gradients_have_all_digits(direction, name, dtype):
+@pytest.mark.parametrize(("direction", "beta"), [*((each, 0.5) for each in DIRECTIONS), *WEIGHTED])
+def test_divergence_and_gradients_have_all_digits(direction, beta, name, dtype):
     rng = np.random.default_rng(17)
     tolerance = DIVERGENCE if dtype is np.float32 else WIDE_DIVERGENCE
     for scale, classes in itertools.product((1.0, 1 / 1.7), (5, 300)):
@@ -97,8 +99,8 @@ def test_divergence_and_gradients_have_all_digits(direction, name, dtype):
             student, teacher = x.astype(dtype), CORNERS[name](x.astype(dtype), noise).astype(dtype)
         if name == "masked" and direction == "reverse":
             student = np.where(teacher == -np.inf, -np.inf, student).astype(dtype)
-        exact = exact_divergence(*(each.astype(np.float64) for each in (student, teacher)), direction, scale)
-        options = {"direction": direction, "logit_scale": scale, "reduction": "none"}
+        exact = exact_divergence(*(each.astype(np.float64) for each in (student, teacher)), direction, scale, beta)
+        options = {"direction": direction, "logit_scale": scale, "reduction": "none", "beta": beta}
         divergence, *gradients = both_gradients(student[None], teacher[None], **options)
         assert worst(divergence, exact.divergence.near, dtype, None, exact.divergence.rest) <= tolerance
         for got, expected, size in zip(gradients, exact.gradients, exact.sizes, strict=True):
@@ -174,6 +176,37 @@ def test_special_logits_give_special_divergences(comm, direction):
     assert not found[1][~rows].any()
 
 
+@pytest.mark.ranks(1, 3)
+def test_weighted_divergence_is_that_of_dense(comm):
+    for beta, dtype in itertools.product((0.1, 0.3, 0.75), DTYPES):
+        student, teacher = draw(dtype)
+        student[0, 3], teacher[1, 4] = -np.inf, -np.inf
+        options = {"direction": "jensen-shannon", "beta": beta, "reduction": "none"}
+        *found, mine = sharded(comm, student, teacher, **options)
+        alone = both_gradients(student, teacher, **options)
+        expected = dense.kl_divergence_value_and_grad(student, teacher, **options)
+        assert is_same(found[0], alone[0])
+        for got, whole, wanted in zip(found[1:], alone[1:], expected[1:], strict=True):
+            assert is_same(got, np.ascontiguousarray(whole[:, mine]))
+            eps, least = (float(getattr(ml_dtypes.finfo(dtype), name)) for name in ("eps", "smallest_subnormal"))
+            np.testing.assert_allclose(
+                got.astype(np.float64), wanted[:, mine], rtol=8 * eps, atol=max(2.0**-8 * eps, least)
+            )
+        np.testing.assert_allclose(found[0], expected.divergence, rtol=1e-6, atol=1e-15)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize(("beta", "direction"), [(0, "forward"), (1, "reverse")])
+def test_mean_that_is_one_softmax_gives_kl(comm, beta, direction):
+    student, teacher = draw(np.float32)
+    *found, _ = sharded(comm, student, teacher, direction="jensen-shannon", beta=beta)
+    *expected, _ = sharded(comm, student, teacher, direction=direction)
+    *near, _ = sharded(comm, student, teacher, direction="jensen-shannon", beta=abs(beta - 2.0**-20))
+    assert all(map(is_same, found, expected))
+    # As beta comes near to 0 or 1, so does the divergence: beside KL it has a factor, which goes to 0.
+    assert near[0] < 1e-4 * found[0]
+
+
 # --------------------------------------------------------------------------------------------------------- equal bits
 
 
@@ -195,11 +228,11 @@ def sums_and_gradients(kernel, student, teacher, transform, single, cuts=()):
         difference = definition.logsumexp_differences(held, held_nll, transform)
     rest_of = difference, transform, single
     found = []
-    for jensen_shannon in (False, True):
+    for mean in (None, mean_of(0.5), mean_of(0.1)):
         parts = []
         for start, stop in itertools.pairwise([0, *cuts, student.shape[1]]):
             p, q = (x[:, start:stop, None] for x in (teacher, student))
-            parts.append(kernel.divergence_sums(Pair(p, q, p_rows, q_rows, *rest_of), jensen_shannon))
+            parts.append(kernel.divergence_sums(Pair(p, q, p_rows, q_rows, *rest_of, mean)))
         total = parts[0].copy()
         for part in parts[1:]:
             grid = np.ascontiguousarray(total[:, :4])
@@ -210,7 +243,10 @@ def sums_and_gradients(kernel, student, teacher, transform, single, cuts=()):
     slope, constant = np.linspace(-1.0, 2.0, len(student)), np.linspace(0.0, 0.1, len(student))
     with np.errstate(invalid="ignore"):
         constant = np.where(np.isfinite(difference[:, 0]), constant, np.nan)
-    for of, pair in itertools.product(GradientOf, (whole, whole.swapped())):
+    beside = whole._replace(mean=mean_of(0.1))
+    kinds = [(of, pair) for of in (GradientOf.KL_BY_Q, GradientOf.KL_BY_P) for pair in (whole, whole.swapped())]
+    kinds += [(GradientOf.JENSEN_SHANNON_BY_Q, pair) for pair in (beside, beside.swapped())]
+    for of, pair in kinds:
         out = np.empty(student.shape, student.dtype)
         kernel.write_divergence_gradient(out[:, :, None], pair, of, slope, constant, np.arange(len(student)) != 3)
         found.append(out)
@@ -265,6 +301,11 @@ WRONG = [
     ({"teacher": np.zeros((ROWS, CLASSES), int)}, TypeError, "teacher must be float16, bfloat16, float32 or float64"),
     ({"student": np.zeros((ROWS, CLASSES), complex)}, TypeError, "student must be float16"),
     ({"direction": "backward"}, ValueError, "direction must be 'forward', 'reverse' or 'jensen-shannon', got"),
+    ({"beta": 0.25}, ValueError, "beta is of direction='jensen-shannon', got beta = 0.25 and direction = 'forward'"),
+    ({"direction": "jensen-shannon", "beta": 1.5}, ValueError, r"beta must be 0, or from 2\*\*-64 to 1, got 1.5"),
+    ({"direction": "jensen-shannon", "beta": 2.0**-65}, ValueError, "beta must be 0, or from"),
+    ({"direction": "jensen-shannon", "beta": np.nan}, ValueError, "beta must be 0, or from"),
+    ({"direction": "jensen-shannon", "beta": "1"}, TypeError, "beta"),
     ({"logit_scale": 0.0}, ValueError, "logit_scale must be positive and finite, got 0.0"),
     ({"logit_scale": 1e20}, ValueError, r"logit_scale must be from 2\*\*-64 to 2\*\*64, got 1e\+20"),
     ({"logit_scale": "1"}, TypeError, "logit_scale"),

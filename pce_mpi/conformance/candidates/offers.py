@@ -59,6 +59,8 @@ class Offer:
         s / (C - 1).
     direction : str
         Of a divergence: "forward", KL(teacher || student); "reverse", KL(student || teacher); or "jensen-shannon".
+    beta : float
+        Of a Jensen-Shannon divergence: the weight of the teacher in the mean, from 0 to 1.
     temperature_squared : bool
         A divergence is multiplied by the square of the temperature.
     rest : str
@@ -121,6 +123,7 @@ class Offer:
     ignore_index: int | None = None
     smoothing: Smoothing = "all"
     direction: Direction = "forward"
+    beta: float = 0.5
     temperature_squared: bool = False
     rest: Rest = "dropped"
     dhidden: DHidden = "summed"
@@ -159,6 +162,8 @@ class Offer:
         _one("arrays", self.arrays, get_args(Arrays))
         _one("smoothing", self.smoothing, get_args(Smoothing))
         _one("direction", self.direction, get_args(Direction))
+        if not (isinstance(self.beta, float | int) and 0 <= self.beta <= 1):
+            raise ValueError(f"beta must be a number from 0 to 1, got {self.beta!r}")
         _one("rest", self.rest, get_args(Rest))
         _one("dhidden", self.dhidden, get_args(DHidden))
         for name in ("dtypes", "reductions", "dims"):
@@ -335,6 +340,7 @@ def _check_meaning(offer: Offer, declared: dict[str, Any]) -> None:
         **dict.fromkeys(("probabilities", "normalized"), probabilities),
         "smoothing": "label_smoothing" in kind.options,
         "direction": "teacher" in kind.arrays and "top_k" not in kind.facts,
+        "beta": offer.direction == "jensen-shannon",
         "temperature_squared": "teacher" in kind.arrays,
         "rest": "top_k" in kind.facts,
         "dhidden": "hidden" in kind.arrays,

@@ -27,7 +27,7 @@ Direction = Literal["forward", "reverse", "jensen-shannon"]
 DHidden = Literal["summed", "partial"]
 Rest = Literal["dropped", "renormalized", "bucket"]
 # The fields of an offer in which candidates of one kind mean different numbers.
-CONVENTIONS = ("smoothing", "direction", "temperature_squared", "rest", "dhidden")
+CONVENTIONS = ("smoothing", "direction", "beta", "temperature_squared", "rest", "dhidden")
 
 
 class Gradient(StrEnum):

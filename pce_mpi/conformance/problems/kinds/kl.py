@@ -37,6 +37,7 @@ def of_problem(problem: Problem, student: Array, teacher: Array) -> tuple[Array,
         student,
         teacher,
         direction=problem.conventions["direction"],
+        beta=problem.conventions["beta"],
         logit_scale=1.0 / temperature,
         reduction=problem.reduction,
         axis=problem.axis,
@@ -102,6 +103,11 @@ def _faults(b: Textbook) -> Faults:
     ):
         if direction != problem.conventions["direction"]:
             yield f"this is {what}: {meant(direction=direction)}", _given(b, student, teacher, direction=direction)
+    beta = problem.conventions["beta"]
+    if problem.conventions["direction"] == "jensen-shannon" and beta != 0.5:
+        text = f"beta weighs the student, not the teacher: {meant(beta=1 - beta)}"
+        yield text, _given(b, student, teacher, beta=1 - beta)
+        yield f"the mean has equal weights: {meant(beta=0.5)}", _given(b, student, teacher, beta=0.5)
     if "temperature" in problem.options:
         other = not problem.conventions["temperature_squared"]
         there = "has" if other else "lacks"
