@@ -3,7 +3,6 @@
 import argparse
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
 import os
 from pathlib import Path
 import random
@@ -21,15 +20,6 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And},
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.BitOr: ast.BitAnd},
 }
-
-
-@dataclass(frozen=True)
-class Group:
-    """Tests that run on a mutant, at a number of ranks."""
-
-    name: str
-    ranks: str
-    arguments: list[str]
 
 
 def sites(tree: ast.Module) -> Iterator[ast.expr | ast.If]:
@@ -67,15 +57,15 @@ def mutated(node: ast.AST, dry: bool = False) -> bool:
     return True
 
 
-def failures(copy: Path, group: Group, seconds: float, stop: bool) -> list[str]:
-    """Run a group and return the names of the tests that failed, or how it ended."""
-    pytest = [sys.executable, "-m", "mpi4py", "-m", "pytest", "-q", "-p", "no:cacheprovider", *(["-x"] if stop else [])]
+def failures(copy: Path, ranks: str, tests: str, seconds: float) -> list[str]:
+    """Run tests up to the first failure and return its name, or how they ended."""
+    pytest = [sys.executable, "-m", "mpi4py", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
     variables = {"PCE_MPI_TIMEOUT": "10", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = ["timeout", "-k", "5", f"{seconds}", "mpiexec", "-n", group.ranks, *pytest, *group.arguments]
+    command = ["timeout", "-k", "5", f"{seconds}", "mpiexec", "-n", ranks, *pytest]
     done = subprocess.run(command, cwd=copy, env=os.environ | variables, capture_output=True, text=True, check=False)
     if done.returncode == 5:
-        raise SystemExit(f"{group.name} has no test at {group.ranks} ranks")
+        raise SystemExit(f"no test at {ranks} ranks: {tests}")
     said = done.stdout + done.stderr
     found = sorted({*re.findall(r"(?:FAILED|ERROR) \S*?::(\w+)", said), *re.findall(r"::(\w+)\S* .*failed here", said)})
     return found or ([] if done.returncode == 0 else [f"ended with {done.returncode}"])
@@ -94,16 +84,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which mutants are drawn (default: 0)")
     parser.add_argument("--seconds", type=float, default=120, help="limit on a group (default: 120)")
     options = parser.parse_args()
-    groups = []
-    for name, _, text in (group.partition("=") for group in options.group):
-        ranks, *arguments = shlex.split(text)
-        groups.append(Group(name, ranks, arguments))
+    groups = [(name, text.split(" ", 1)) for name, _, text in (group.partition("=") for group in options.group)]
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for name in ("pce_mpi", "tests", "pyproject.toml", "setup.cfg"):
-            source = ROOT / name
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy)
+        copy = Path(
+            shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"), dirs_exist_ok=True)
+        )
         drawn = []
         for file in options.files:
             tree = ast.parse((copy / "pce_mpi" / file).read_text(encoding="utf-8"))
@@ -117,12 +102,9 @@ def main() -> None:
             code = (ast.get_source_segment(text, node) or "").partition("\n")[0]
             mutated(node)
             path.write_text(ast.unparse(ast.fix_missing_locations(tree)), encoding="utf-8")
-            for group in groups:
-                stop = group is not groups[-1]
-                if seen := failures(copy, group, options.seconds, stop):
-                    break
+            tried = ((name, failures(copy, *tests, options.seconds)) for name, tests in groups)
+            who = next((f"{name} | {', '.join(seen)}" for name, seen in tried if seen), "nobody |")
             path.write_text(text, encoding="utf-8")
-            who = f"{group.name} | {', '.join(seen)}" if seen else "nobody |"
             print(f"| {file}:{node.lineno} | `{code}` | {who} |", flush=True)
 
 

@@ -222,11 +222,8 @@ def why_apart(comm: MPI.Intracomm | None, started: int | None = None) -> str:
 
 
 def _read(rank: str, size: str) -> LauncherEnv | None:
-    number = os.environ.get(size, "")
-    if not number.isdecimal():
-        return None
-    mine = os.environ.get(rank, "")
-    return LauncherEnv(int(mine) if mine.isdecimal() else 0, int(number), size)
+    mine, number = (os.environ.get(name, "") for name in (rank, size))
+    return LauncherEnv(int(mine), int(number), size) if mine.isdecimal() and number.isdecimal() else None
 
 
 def _in_a_shell_of_srun() -> bool:

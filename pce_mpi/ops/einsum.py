@@ -187,7 +187,7 @@ def einsum(subscripts: str, *operands: Any) -> DistArray:
             kept = [place for place, drop in enumerate(stretched) if not drop]
             shape = [array.shape[place] for place in kept]
             sources[index] = "".join(source[place] for place in kept)
-            arrays[index] = reshape(array, shape) if isinstance(array, DistArray) else array.reshape(shape)
+            arrays[index] = array.reshape(shape)
     letters = f"{','.join(sources)}->{result}"
     if result_type(*(each.dtype for each in arrays)) == np.bool_:  # NumPy adds bool by "or", which no Partial does
         arrays = [each.astype(np.int64) for each in arrays]

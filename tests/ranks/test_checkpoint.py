@@ -145,7 +145,7 @@ def test_file_equals_that_of_safetensors(comm, square, folder):
     theirs, mine = (parted(each) for each in (safetensors.numpy.save(wholes, metadata), ours))
     assert loaded.keys() == wholes.keys() == {*found, *(name for name in wholes if name.startswith("float8"))}
     assert all(is_same(got[name], wholes[name]) for got in (found, loaded) for name in got)
-    assert int.from_bytes(ours[:8], "little") % 8 == 0
+    assert not any(len(tensor_files.header_of({"x" * length: []}, 1, [])) % 8 for length in range(8))
     assert mine == theirs
     assert ours == again
 

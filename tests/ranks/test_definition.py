@@ -117,10 +117,10 @@ class Drawn(NamedTuple):
             None if probabilities is None else probabilities[:, start:stop],
             *others,
         )
-        columns = np.where((self.targets >= start) & (self.targets < stop), self.targets - start, -1)
+        columns = self.targets - start if self.has_targets else None  # others' are no columns here
         logits = self.logits[:, start:stop, None]
         more = {"weights": mine, "class_start": start, **self.options}
-        return kernel.fill_states(logits, columns if self.has_targets else None, self.fields, **more)
+        return kernel.fill_states(logits, columns, self.fields, **more)
 
     def class_weights(self, kernel):
         """The sum of all weights, if it is not in the states."""
@@ -398,6 +398,14 @@ def test_weight_that_is_nan_loses_ties(kernel, nan, precision):
         assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
 
 
+def test_infinite_weight_makes_gradient_of_its_class_nan():
+    weights = ClassWeights(np.array([np.inf, 1.0, 1.0]))
+    problem = Drawn(np.ones((ROWS, 3)), np.zeros(ROWS, int), FIELDS["weighted"], Transform(), DOUBLE, weights)
+    given = problem.fields, np.ones(ROWS, np.bool_), problem.targets, np.ones(1), np.ones(1), 1.0, LossTerms()
+    rows = definition.row_gradients(problem.softmax(definition, problem.states(definition)), *given)
+    assert np.isnan(rows[:, ROW_GRADIENT["held_gradient"]]).all()
+
+
 @pytest.mark.parametrize("precision", [SINGLE, DOUBLE], ids=["float32", "float64"])
 @pytest.mark.parametrize("scale", [2.0**60, 0.7 * 2.0**63, 2.0**100])
 def test_entropy_of_logits_scaled_below_huge(kernel, scale, precision):
@@ -520,8 +528,8 @@ def test_fma32_rounds_the_exact_sum_once(near):
     rng = np.random.default_rng(3)
     a, b = (rng.standard_normal(1000).astype(np.float32) for _ in range(2))
     c = (rng.standard_normal(1000) * 2.0 ** rng.integers(-30, 30, 1000)).astype(np.float32)
-    if near == "a middle":  # a b is 1 + 2^-24, and c too small for float64 to see it beside that
-        a, b = np.full(1000, 1 + 2.0**-12, np.float32), np.full(1000, 1 - 2.0**-12 + 2.0**-23, np.float32)
+    if near == "a middle":  # a b is 2^24 + 1, and c too small for float64 to see it beside that
+        a, b = np.full(1000, 97 * 257, np.float32), np.full(1000, 673, np.float32)
         c = (np.sign(c) * 2.0 ** rng.integers(-149, -40, 1000)).astype(np.float32)
     found = fma32(a, b, c)
     for x, y, z, result in zip(a, b, c, found, strict=True):

@@ -296,6 +296,11 @@ def test_divergence_of_no_rows_is_nan(comm):
         assert pce.kl_divergence(given_shard, given_shard, comm=over, reduction="sum") == 0.0
 
 
+@pytest.mark.parametrize("scale", [2.0**-64, 2.0**64])
+def test_scale_at_its_limit_is_taken(scale):
+    assert pce.kl_divergence(np.ones((1, 2)), np.ones((1, 2)), logit_scale=scale) == 0.0
+
+
 WRONG = [
     ({"teacher": np.zeros((ROWS, 2))}, ValueError, "teacher must have the shape of student"),
     ({"teacher": np.zeros((ROWS, CLASSES), int)}, TypeError, "teacher must be float16, bfloat16, float32 or float64"),

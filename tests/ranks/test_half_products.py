@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pce_mpi.arrays import to_host
 from pce_mpi.kernels import gemm
 from pce_mpi.loss import products
 
@@ -36,7 +37,7 @@ def products_of(cupy, hidden, w, dlogits, rounded=False):
         hidden, w = gemm.readable(hidden), gemm.readable(w)
     products.multiply(hidden, w, results[0])
     products.add_gradients(hidden, w, cupy.asarray(dlogits), *results[1:], rounded)
-    return [cupy.asnumpy(result) for result in results]
+    return [to_host(result) for result in results]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -65,13 +66,13 @@ def test_gradients_of_any_size_fit_halves(cupy, dtype, size):
 def test_rounded_gradient_is_nearest_half(cupy, dtype, size):
     hidden, w = problem(dtype)
     dlogits = np.exp(-8 * np.random.default_rng(5).random((ROWS, CLASSES))).astype(np.float32) * np.float32(size)
-    given = cupy.asarray(hidden), cupy.asarray(w), dlogits
-    _, dhidden, dw = products_of(cupy, *given, rounded=True)
     h, v, wide = (x.astype(np.float64) for x in (hidden, w, dlogits))
     largest = 2.0 ** np.floor(np.log2(wide.max())) if size else 1.0  # float16 has the fewest bits of small elements
     half = (wide / largest).astype(dtype).astype(np.float64) * largest
-    np.testing.assert_allclose(dhidden, half @ v.T, rtol=0, atol=2.0**-20 * size * np.abs(v).sum(1).max())
-    np.testing.assert_allclose(dw, 1 + h.T @ half, rtol=1e-6, atol=2.0**-20 * size * np.abs(h).sum(0).max())
+    for xp in (cupy, np):
+        _, dhidden, dw = products_of(xp, xp.asarray(hidden), xp.asarray(w), dlogits, rounded=True)
+        np.testing.assert_allclose(dhidden, half @ v.T, rtol=0, atol=2.0**-20 * size * np.abs(v).sum(1).max())
+        np.testing.assert_allclose(dw, 1 + h.T @ half, rtol=1e-6, atol=2.0**-20 * size * np.abs(h).sum(0).max())
 
 
 def test_rounded_gradient_takes_two_products_of_four(cupy, monkeypatch, dtype):

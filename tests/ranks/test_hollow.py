@@ -185,3 +185,7 @@ def test_value_of_hollow_array_is_refused(ask):
 def test_mesh_without_ranks_refuses_place_outside():
     with pytest.raises(ValueError, match=r"has no rank at model = 2"):
         Mesh.without_ranks({"model": 2}, model=2)
+
+
+def test_relu_of_integers_keeps_their_dtype():
+    assert pce.relu(pce.distribute(np.arange(4), pce.Mesh.without_ranks(data=2))).dtype == np.int64

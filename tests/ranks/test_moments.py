@@ -180,6 +180,12 @@ def test_variance_of_halves_is_rounded_once(comm):
         assert np.array_equal(found, right.astype(np.float16))
 
 
+def test_variance_of_neighbours_is_that_of_last_bits(comm):
+    last = np.array([0.0, 1.0, 0.0, 1.0]) * np.spacing(77.7)
+    x = pce.distribute(77.7 + last, mesh_of(comm, comm.size), data=Shard(0))
+    assert pce.var(x).item() == last.var()
+
+
 def test_many_numbers_are_added_in_pairs():
     x = np.random.default_rng(0).normal(1e6, 1, (2, 100_000))
     expected = np.array([np.var((row - 1e6).astype(np.longdouble)) for row in x])

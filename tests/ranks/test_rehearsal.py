@@ -370,6 +370,7 @@ def test_seconds_follow_from_latency_and_bandwidth():
     agreements = trace.count("all_gather", purpose=Purpose.AGREEMENT)
     assert trace.seconds == (1 + 3 * 16 / 8) + (1 + 2 * 8 * 3 / 4 / 8) + agreements * (1 + 3 * 56 / 8)
     assert "estimated seconds" in str(trace)
+    assert pce.rehearse(program, {"data": 4}, links={"data": (0.0, math.inf)}).seconds == 0.0
     assert pce.rehearse(program, {"data": 4}).seconds is None
 
 

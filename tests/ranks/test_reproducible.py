@@ -209,6 +209,15 @@ def test_longer_sum_takes_another_slice(dtype, factors, count, longest):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_products_of_slices_add_up_to_53_bits(dtype):
+    for length in (2**k + more for k in range(30) for more in (0, 1)):
+        bits, count = slicing(np.dtype(dtype), length, factors=2)
+        most = [2**bits, *[2 ** (bits - 1)] * (count - 1)]  # a slice is the rest of one before it, rounded
+        assert all(length * np.dot(most[: d + 1], most[d::-1]) <= 2**53 for d in range(count))
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("k", [1, 30, 700, 30_000])
 def test_product_errs_less_than_library(k):
     rng = np.random.default_rng(k)

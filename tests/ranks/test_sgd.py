@@ -541,5 +541,7 @@ def test_error_of_two_meshes_names_ranks_once(comm, line, square):
     parameters = [*two(line), *two(square)]
     if comm.rank == comm.size - 1:
         parameters[0].grad = np.ones(3)
-    texts = refused(comm, TypeError, SGD(parameters, lr=1.0).step)
-    assert [text.count("(rank") for text in texts] == [1] * comm.size
+    optimizer = SGD(parameters, lr=1.0)
+    state = {} if comm.rank == comm.size - 1 else optimizer.state()
+    for kind, call in ((TypeError, optimizer.step), (ValueError, lambda: optimizer.load_state(state))):
+        assert [text.count("(rank") for text in refused(comm, kind, call)] == [1] * comm.size
