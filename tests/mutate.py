@@ -57,15 +57,16 @@ def mutated(node: ast.AST, dry: bool = False) -> bool:
     return True
 
 
-def failures(copy: Path, ranks: str, tests: str, seconds: float) -> list[str]:
+def failures(copy: Path, group: str, seconds: float) -> list[str]:
     """Run tests up to the first failure and return its name, or how they ended."""
-    pytest = [sys.executable, "-m", "mpi4py", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+    ranks, *tests = shlex.split(group)
+    pytest = [sys.executable, "-m", "mpi4py", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     variables = {"PCE_MPI_TIMEOUT": "10", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = ["timeout", "-k", "5", f"{seconds}", "mpiexec", "-n", ranks, *pytest]
     done = subprocess.run(command, cwd=copy, env=os.environ | variables, capture_output=True, text=True, check=False)
     if done.returncode == 5:
-        raise SystemExit(f"no test at {ranks} ranks: {tests}")
+        raise SystemExit(f"no test at this number of ranks: {group}")
     said = done.stdout + done.stderr
     found = sorted({*re.findall(r"(?:FAILED|ERROR) \S*?::(\w+)", said), *re.findall(r"::(\w+)\S* .*failed here", said)})
     return found or ([] if done.returncode == 0 else [f"ended with {done.returncode}"])
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which mutants are drawn (default: 0)")
     parser.add_argument("--seconds", type=float, default=120, help="limit on a group (default: 120)")
     options = parser.parse_args()
-    groups = [(name, text.split(" ", 1)) for name, _, text in (group.partition("=") for group in options.group)]
+    groups = [group.partition("=") for group in options.group]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(
             shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"), dirs_exist_ok=True)
@@ -102,7 +103,7 @@ def main() -> None:
             code = (ast.get_source_segment(text, node) or "").partition("\n")[0]
             mutated(node)
             path.write_text(ast.unparse(ast.fix_missing_locations(tree)), encoding="utf-8")
-            tried = ((name, failures(copy, *tests, options.seconds)) for name, tests in groups)
+            tried = ((name, failures(copy, tests, options.seconds)) for name, _, tests in groups)
             who = next((f"{name} | {', '.join(seen)}" for name, seen in tried if seen), "nobody |")
             path.write_text(text, encoding="utf-8")
             print(f"| {file}:{node.lineno} | `{code}` | {who} |", flush=True)
