@@ -19,7 +19,7 @@ LIMITS = {
     "package, C++ and CUDA": 4_899,
     "package, lines of docstrings": 8_934,
     "package, files of Python": 227,
-    "tests, Python": 36_349,
+    "tests, Python": 36_365,
 }
 
 SUFFIXES = {
