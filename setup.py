@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("pce_mpi/kernels")
 # Of an inline function that several have, the linker takes the first: it must run on every processor.
-SOURCES = [FOLDER / f"{name}.cpp" for name in ("compiled", "baseline", "avx2", "avx512")]
+SOURCES = [FOLDER / f"{name}.cpp" for name in ("compiled", "baseline", "avx2", "avx512", "vnni")]
 HEADERS = sorted(FOLDER.glob("*.h"))
 IEEE = ["-O3", "-fno-fast-math", "-fno-unsafe-math-optimizations"]
 BUILT = FOLDER / "_compiled.abi3.so"

@@ -2,8 +2,9 @@
 
     mpiexec -n 2 python -m mpi4py benchmarks/reproducible.py
 
-The model is that of examples/transformer.py. Figures are those of rank 0: medians of milliseconds, the bytes that it
-puts into collectives in a step, and the most memory that NumPy holds during a step beyond what it held before.
+The model is that of examples/transformer.py. Figures are those of rank 0: medians of milliseconds of processor time,
+which other programs change little, the bytes that it puts into collectives in a step, and the most memory that Python
+holds during a step beyond what it held before.
 """
 
 from __future__ import annotations
@@ -114,10 +115,11 @@ def compared(
 
 def seconds(call: Callable[[], object], comm: MPI.Intracomm) -> float:
     comm.Barrier()
-    start = time.perf_counter()
+    start = time.process_time()
     call()
+    taken = time.process_time() - start
     comm.Barrier()
-    return time.perf_counter() - start
+    return taken
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Call:
     functions other than `+ - * /`. If `forward` sets `residuals`, the vjps take them by that name.
     """
 
-    __slots__ = ("_inputs", "functions", "mesh", "operands", "required", "residuals", "result", "summed")
+    __slots__ = ("functions", "mesh", "operands", "required", "residuals", "result", "summed")
 
     def __init__(
         self,
@@ -77,12 +77,7 @@ class Call:
     ) -> None:
         self.functions, self.mesh, self.required, self.summed = functions, inputs[0].mesh, required, summed
         self.operands, self.result = planned.operands, planned.result
-        self._inputs = inputs
         self.residuals: Any = None
-
-    def is_made(self, operand: int) -> bool:
-        """Tell whether an operand was made, such as a parameter, or is a view of an array that was made."""
-        return not self._inputs[operand].computed
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -216,13 +216,14 @@ def reproducible(on: bool = True) -> Iterator[None]:
 
     Notes
     -----
-    A sum over a sharded axis is reduced where it arises, so that nothing is Partial: one Allreduce of 4 bytes for each
+    A sum over a sharded axis is reduced where it arises, so that nothing is Partial: one Allreduce of 2 bytes for each
     sum, and one of 8 bytes for each slice, after the agreement. Run the whole step inside, on every rank; a gradient
     is computed as its operation was, wherever `backward` is called. A thread that is started inside the block runs
     outside the mode, as with `no_grad`; `PCE_MPI_REPRODUCIBLE=1` turns the mode on for a whole, unchanged program.
 
-    The error of a sum is less than the last bit of its largest term. The error of an element of a product is less than
-    the last bit of the product of the largest elements of its row and its column. Terms below these count as 0.
+    The error of a sum is less than the last bit of its largest term. The error of an element of a product, before it is
+    rounded, is at most 2^-25 of the product of the largest elements of its row and its column for each term; in float64
+    it is less than the last bit of that product.
 
     Examples
     --------

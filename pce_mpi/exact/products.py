@@ -1,12 +1,17 @@
 """Matrix products with the same bits for any split of the rows, the columns and the summed axis, and for any BLAS.
 
-After Ozaki et al., Error-free transformations of matrix multiplication, 2012: rows of the first and columns of the
-second matrix are cut into slices of integers, whose products are sums of at most 53 bits. Level d adds the products of
-slices i and d - i; levels beyond the last slice are below the last bit.
+A number of float32 or of a half is cut into four signed digits of 8 bits, the first of them beneath the power of two
+above the largest element of its row of the first, or its column of the second matrix:
 
-Slices of a parameter are kept for the next product while the parameter does not change. A step of training changes
-every parameter, but micro-batches, evaluation and generation multiply by the same one many times. A parameter is the
-same if its elements are: their copy is a small part of the memory that is kept.
+    x = 2^(e - 30) (d0 2^24 + d1 2^16 + d2 2^8 + d3),   -128 <= di < 128,   what is left of x is rounded away
+
+The ten products of digits i and j with i + j <= 3 are added up over all terms, in units of 2^(e + f - 36): an integer
+of at most 64 bits, exact in any order, which is rounded to the dtype in the end. Dropped products and rounding take at
+most 2^(e + f - 28) from a term.
+
+float64 is multiplied after Ozaki et al., Error-free transformations of matrix multiplication, 2012: rows and columns
+are cut into slices of integers, whose products are sums of at most 53 bits. Level d adds the products of slices i and
+d - i; levels beyond the last slice are below the last bit.
 """
 
 from __future__ import annotations
@@ -14,82 +19,99 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 import math
-from typing import Any, NamedTuple
-from weakref import finalize
+from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.exact.sums import exponents, grids, in_units, joined, one_nan, reduced, slices, slicing
-from pce_mpi.kernels import converted
+from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.exact.sums import exponents, grids, in_units, joined, one_nan, power_of_two, reduced, slices, slicing
+from pce_mpi.kernels import converted, digit_loops
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
 # The number of float64 elements that fit a cache, and the fewest rows with which a product is fast.
 _CACHE, _ROWS = 2**17, 128
+# Bits of an integer, those that the unit of a sum has more than that of two integers, and the most terms of a sum.
+_BITS, _DROPPED, _LONGEST = 30, 24, 2**26
+# Terms that float64 adds up without an error: a digit of at most 64, times 30 bits, or another, times 22.
+_EXACT = 2**16
 
 
-class _Kept(NamedTuple):
-    parameter: Array
-    exponents: Array
-    slices: Array
-
-
-_kept: dict[tuple[Any, ...], _Kept] = {}
-
-
-def _kept_slices(make: Callable[..., Array], x: Any, e: Any, *how: Any) -> Any:
-    """Return `make(x, e, *how)`: the result of the last call, if `x` and its exponents `e` have the same elements.
-
-    The result is kept until the memory of `x` is freed. Arrays on GPUs are not kept.
-    """
-    if type(x) is not np.ndarray:
-        return make(x, e, *how)
-    owner = x
-    while type(owner.base) is np.ndarray:
-        owner = owner.base
-    key = (id(owner), x.ctypes.data, x.shape, x.strides, x.dtype, *how)
-    found = _kept.get(key)
-    if found is None or not (np.array_equal(found.exponents, e) and np.array_equal(found.parameter, x)):
-        if found is None:
-            finalize(owner, _kept.pop, key, None)
-        found = _kept[key] = _Kept(x.copy(), e, make(x, e, *how))
-    return found.slices
-
-
-def product(a: Array, b: Array, length: int, comm: Any = None, keep: bool = False) -> Array:
+def product(a: Array, b: Array, length: int, comm: Any = None) -> Array:
     """Return the matrix product of `a` and `b`, of one dtype and with at least two axes each, in that dtype.
 
-    `length` is that of the summed axis over all ranks of `comm`. If `keep`, b is a parameter, whose slices are kept.
-    Collective over `comm`: one Allreduce of 4 bytes for each row and column, and one of 16 bytes (24 for float64) for
-    each element of the product; 8 more for a `length` above 2^14 (2^10 in float64).
+    `length` is that of the summed axis over all ranks of `comm`. Collective over `comm`: one Allreduce of 2 bytes for
+    each row and column, and one of 8 bytes (24 for float64) for each element of the product; 8 more for a `length`
+    above 2^10 in float64.
     """
-    finite, (first, second), (e, f) = grids(
-        (a, b), [partial(exponents, axes=axes) for axes in ((a.ndim - 1,), (b.ndim - 2,))], comm
-    )
+    if a.dtype.itemsize == 8 or length > _LONGEST:
+        return _by_slices(a, b, length, comm)
+    loops, dtype = digit_loops(a, b), a.dtype
+    a, b = (converted(x, np.float32, copy=False) for x in (a, b))
+    find = loops.exponents if loops else exponents
+    finite, (first, second), (e, f) = _grids(a, b, find, comm)
+    if loops and comm is None and dtype == np.float32:
+        found = loops.multiply(first, second, e, f, dtype)
+    else:
+        sums = reduced((loops.multiply if loops else _digit_sums)(first, second, e, f), comm).astype(np.float64)
+        sums *= power_of_two(e + _DROPPED - 2 * _BITS)
+        sums *= power_of_two(f)
+        found = converted(sums, dtype)
+    if finite:
+        return found
+    special = _special(a, b)
+    if comm is not None:
+        special = one_nan(all_reduce(special, comm, "sum"))
+    return array_namespace(a).where(special == 0, found, special.astype(dtype))
+
+
+def _grids(a: Array, b: Array, find: Callable[..., Array], comm: Any) -> Any:
+    """Return whether all elements on all ranks are finite, both matrices with 0 for others, and their exponents."""
+    return grids((a, b), [partial(find, axes=(x.ndim - 1 - side,)) for side, x in enumerate((a, b))], comm)
+
+
+def _digit_sums(a: Array, b: Array, e: Array, f: Array) -> Array:
+    """Return the sums of products of digits, int64."""
+    xp, k = array_namespace(a), a.shape[-1]
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    found = xp.zeros(shape, np.int64)
+    for start in range(0, k, _EXACT):
+        terms = slice(start, start + _EXACT)
+        right = xp.concatenate(_heads(b[..., terms, :], f), axis=-2)
+        for rows in _blocks(a.shape[-2], math.prod(shape[:-2]) * (shape[-1] + 8 * k), xp, _ROWS):
+            heads = [*_heads(a[..., rows, terms], e[..., rows, :]), 0.0]
+            left = xp.concatenate([heads[i] - 256.0 * heads[i + 1] for i in (3, 2, 1, 0)], axis=-1)
+            found[..., rows, :] += xp.matmul(left, right).astype(np.int64)
+    return found
+
+
+def _heads(x: Array, e: Array) -> list[Array]:
+    """Return the integers of `x` without their last 0 to 3 digits, float64."""
+    xp = array_namespace(x)
+    heads = [xp.rint(converted(x, np.float64) * power_of_two(_BITS - e))]
+    for _ in range(3):
+        heads.append(xp.floor((heads[-1] + 128.0) / 256.0))
+    return heads
+
+
+def _by_slices(a: Array, b: Array, length: int, comm: Any) -> Array:
+    """Return the product by slices of float64."""
+    finite, (first, second), (e, f) = _grids(a, b, exponents, comm)
     xp, k, dtype = array_namespace(a), a.shape[-1], a.dtype
     bits, count = slicing(dtype, length, factors=2)
     # The slices of b stand in reverse order, so that the slices of level d are contiguous in both operands.
-    how = bits, range(count)[::-1], -2
-    right = _kept_slices(_side_by_side, second, f, *how) if keep and finite else _side_by_side(second, f, *how)
+    right = _side_by_side(second, f, bits, range(count)[::-1], -2)
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    found, levels = xp.empty(shape, dtype), None if comm is None else xp.empty((count, *shape))
+    levels = xp.empty((count, *shape))
     for rows in _blocks(a.shape[-2], math.prod(shape[:-2]) * (shape[-1] + k * count), xp, _ROWS):
-        unit = e[..., rows, :]
-        left = _side_by_side(first[..., rows, :], unit, bits, range(count), -1)
-        sums = [xp.matmul(left[..., : (d + 1) * k], right[..., (count - 1 - d) * k :, :]) for d in range(count)]
-        if levels is None:
-            found[..., rows, :] = converted(in_units(joined(sums), unit + f, dtype), dtype)
-        else:
-            for level, part in zip(levels, sums, strict=True):
-                level[..., rows, :] = part
+        left = _side_by_side(first[..., rows, :], e[..., rows, :], bits, range(count), -1)
+        for d, level in enumerate(levels):
+            level[..., rows, :] = xp.matmul(left[..., : (d + 1) * k], right[..., (count - 1 - d) * k :, :])
     if not finite:  # a sum over ranks keeps infinities and nan
         special = _special(a, b)
-        at = found if levels is None else levels[0]
-        at[...] = xp.where(special == 0, at, special)
-    if levels is not None:
-        found[...] = converted(one_nan(in_units(joined(reduced(levels, comm)), e + f, dtype)), dtype)
-    return found
+        levels[0] = xp.where(special == 0, levels[0], special)
+    return converted(one_nan(in_units(joined(reduced(levels, comm)), e + f, dtype)), dtype)
 
 
 def _blocks(rows: int, elements: int, xp: Any, fewest: int = 1) -> Iterator[slice]:

@@ -65,7 +65,7 @@ def exponents(x: Array, axes: tuple[int, ...]) -> Array:
 def grids(
     arrays: Sequence[Array], largest: Sequence[Callable[[Array], Array]], comm: Any
 ) -> tuple[bool, list[Array], list[Array]]:
-    """Return whether all elements on this rank are finite, the arrays with 0 for those that are not, and exponents.
+    """Return whether all elements on all ranks are finite, the arrays with 0 for those that are not, and exponents.
 
     `largest[i]` finds the exponent of each sum of array i. Collective over `comm`: one all_reduce.
     """
@@ -74,8 +74,11 @@ def grids(
     if not finite:
         parts = [finite_part(x) for x in arrays]
         here = [find(x) for find, x in zip(largest, parts, strict=True)]
-    found = here if comm is None else apart(all_reduce(side_by_side(here), comm, "max"), here)
-    return finite, parts, [_usable(e) for e in found]
+    if comm is not None:
+        sent = [*here, array_namespace(here[0]).full(1, not finite, np.int32)]
+        here = apart(all_reduce(side_by_side(sent).astype(np.int16), comm, "max").astype(np.int32), sent)
+        finite = not is_true(here.pop()[0])
+    return finite, parts, [_usable(e) for e in here]
 
 
 def side_by_side(parts: Sequence[Array]) -> Array:
@@ -158,7 +161,7 @@ _SPREAD = 48
 def total(x: Array, axes: tuple[int, ...], length: int, comm: Any = None) -> Array:
     """Return the sum of `x` along `axes` in float64; the axes stay with length 1.
 
-    `length` elements are summed over all ranks of `comm`. Collective over `comm`: one Allreduce of 4 bytes and one of 8
+    `length` elements are summed over all ranks of `comm`. Collective over `comm`: one Allreduce of 2 bytes and one of 8
     bytes (16 for float64) for each sum; 8 more for more than 2^14 elements (2^17 of float64, 2^21 of halves).
     """
     if not x.ndim:
@@ -169,7 +172,7 @@ def total(x: Array, axes: tuple[int, ...], length: int, comm: Any = None) -> Arr
 def sums_of_squares(arrays: Sequence[Array], lengths: Sequence[int], comm: Any) -> list[float]:
     """Return the sums of the squares of vectors, of which vector i has `lengths[i]` elements on all ranks of `comm`.
 
-    Collective over `comm`: one Allreduce of 4 bytes and one of 8 or 16 bytes for each vector.
+    Collective over `comm`: one Allreduce of 2 bytes and one of 8 or 16 bytes for each vector.
     """
     found = _totals(arrays, (0,), lengths, comm, squared=True) if arrays else []
     return list(map(number_of, found))
@@ -213,7 +216,7 @@ def scattered(
     `scatter("add", target, x)` adds each element of `x` at its place in `target`, and `scatter("maximum", target, x)`
     takes the largest there; `gather(target)` returns, for each element of `x`, the element of `target` at its place.
     At most `length` elements on all ranks of `comm` have one place. Collective over `comm`: for each element of the
-    result one Allreduce of 4 bytes, and one of 8 bytes for each slice.
+    result one Allreduce of 2 bytes, and one of 8 bytes for each slice.
     """
     xp = array_namespace(x)
 

@@ -96,6 +96,11 @@ def layer_loops(*arrays: Any) -> Any:
     return kernel if hasattr(kernel, "takes_layer") and kernel.takes_layer(*arrays) else None
 
 
+def digit_loops(*arrays: Any) -> Any:
+    """Return the compiled kernel if it multiplies these matrices, else None."""
+    return host_kernel() if all(type(x) is np.ndarray for x in arrays) and hasattr(host_kernel(), "multiply") else None
+
+
 def check_choice() -> None:
     """Raise `ValueError` or `ImportError` if `PCE_MPI_KERNEL` names a kernel that does not exist."""
     if os.environ.get(_VARIABLE):

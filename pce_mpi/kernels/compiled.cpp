@@ -306,6 +306,65 @@ PyObject *norm(PyObject *, PyObject *arguments) {
     return unlocked([&, loops = chosen->loops] { loops->norm(pass); });
 }
 
+// One of the matrices of a stack, whose rows are lines, or whose columns are if `across`; and their exponents.
+Lines lines_of(const Py_buffer &x, const Py_buffer &exponents, long index, bool across) {
+    const int row = x.ndim - 2, column = x.ndim - 1;
+    Lines lines = {(const char *)x.buf, long(x.shape[across ? column : row]), long(x.shape[across ? row : column]),
+                   long(x.strides[across ? column : row]), long(x.strides[across ? row : column]), nullptr};
+    char *to = (char *)exponents.buf;
+    for (int axis = row - 1; axis >= 0; index /= long(x.shape[axis--])) {
+        lines.data += index % long(x.shape[axis]) * x.strides[axis];
+        to += index % long(x.shape[axis]) * exponents.strides[axis];
+    }
+    lines.exponents = (int32_t *)to;
+    return lines;
+}
+
+long matrices_of(const Py_buffer &x) {
+    long count = 1;
+    for (int axis = 0; axis < x.ndim - 2; axis++) count *= long(x.shape[axis]);
+    return count;
+}
+
+// Fill the exponents of the rows of matrices, or of their columns if `across`.
+PyObject *find_exponents(PyObject *, PyObject *arguments) {
+    PyObject *numbers, *out;
+    int across;
+    if (!PyArg_ParseTuple(arguments, "OpO:find_exponents", &numbers, &across, &out)) return nullptr;
+    Buffer x, e;
+    if (!x.take(numbers, PyBUF_STRIDES) || !e.take(out, PyBUF_STRIDES | PyBUF_WRITABLE)) return nullptr;
+    return unlocked([&, products = chosen->products] {
+        for (long i = 0; i < matrices_of(x.view); i++) products->find_exponents(lines_of(x.view, e.view, i, across));
+    });
+}
+
+// Fill the products of stacks of matrices of one shape, float32, or their sums, int64.
+PyObject *multiply(PyObject *, PyObject *arguments) {
+    PyObject *first, *second, *of_rows, *of_columns, *out;
+    if (!PyArg_ParseTuple(arguments, "OOOOO:multiply", &first, &second, &of_rows, &of_columns, &out)) return nullptr;
+    Buffer a, b, e, f, to;
+    if (!a.take(first, PyBUF_STRIDES) || !b.take(second, PyBUF_STRIDES) || !e.take(of_rows, PyBUF_STRIDES) ||
+        !f.take(of_columns, PyBUF_STRIDES) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE))
+        return nullptr;
+    if (matrices_of(to.view) == 0) Py_RETURN_NONE;
+    const Products &products = *chosen->products;
+    auto product = [&](long i) {
+        Product p = {lines_of(a.view, e.view, i, false), lines_of(b.view, f.view, i, true), nullptr, nullptr};
+        if (to.view.itemsize == 4)
+            p.numbers = to.of<float>() + i * p.a.count * p.b.count;
+        else
+            p.sums = to.of<int64_t>() + i * p.a.count * p.b.count;
+        return p;
+    };
+    char *room = (char *)PyMem_Malloc(size_t(products.multiply(product(0), nullptr)));
+    if (!room) return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS;
+    for (long i = 0; i < matrices_of(to.view); i++) products.multiply(product(i), room);
+    Py_END_ALLOW_THREADS;
+    PyMem_Free(room);
+    Py_RETURN_NONE;
+}
+
 // Sum each of the arrays of float64 numbers in a tuple, into 4 words each: a grid and limbs.
 PyObject *sums_of(PyObject *, PyObject *arguments) {
     PyObject *arrays, *out;
@@ -430,6 +489,8 @@ PyMethodDef METHODS[] = {{"fill_states", fill_states, METH_VARARGS, nullptr},
                          {"gelu", gelu, METH_VARARGS, nullptr},
                          {"attend", attend, METH_VARARGS, nullptr},
                          {"norm", norm, METH_VARARGS, nullptr},
+                         {"find_exponents", find_exponents, METH_VARARGS, nullptr},
+                         {"multiply", multiply, METH_VARARGS, nullptr},
                          {"sums_of", sums_of, METH_VARARGS, nullptr},
                          {"add_sums", add_sums, METH_VARARGS, nullptr},
                          {"valid_rows", valid_rows, METH_VARARGS, nullptr},

@@ -280,3 +280,21 @@ def write_norm_gradient(g: Array, x: Array, scale: Array, statistics: Array, out
 def add_scale_gradient(g: Array, x: Array, statistics: Array, sums: Array) -> None:
     """Add the gradient of `scale` to `sums`."""
     _compiled.norm(2, _kind_of(x.dtype), g, x, None, np.ascontiguousarray(statistics), sums, 0.0, False)
+
+
+def exponents(x: Array, axes: tuple[int]) -> Array:
+    """Return the exponents of float32 numbers along one of the last two axes; see `exact/sums.py`."""
+    found = np.empty([1 if axis in axes else length for axis, length in enumerate(x.shape)], np.int32)
+    _compiled.find_exponents(x, axes[0] == x.ndim - 2, found)
+    return found
+
+
+def multiply(a: Array, b: Array, e: Array, f: Array, dtype: Any = np.int64) -> Array:
+    """Return products of stacks of matrices, float32, or the sums of products of their digits; see `exact/products.py`.
+
+    Rows of `a` and columns of `b` have the exponents `e` and `f`.
+    """
+    stack = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    found = np.empty((*stack, a.shape[-2], b.shape[-1]), dtype)
+    _compiled.multiply(*(np.broadcast_to(x, (*stack, *x.shape[-2:])) for x in (a, b, e, f)), found)
+    return found

@@ -138,6 +138,22 @@ struct Norm {
     double eps;
     bool center;
 };
+// Lines of float32, rows or columns of a matrix: lines are `stride` bytes apart, and `length` numbers of one `step`.
+struct Lines {
+    const char *data;
+    long count, length, stride, step;
+    int32_t *exponents;
+};
+// The rows of a times the columns of b, to consecutive rows of float32, or of sums of 64 bits.
+struct Product {
+    Lines a, b;
+    float *numbers;
+    int64_t *sums;
+};
+struct Products {
+    void (*find_exponents)(const Lines &);
+    long (*multiply)(const Product &, char *room);
+};
 struct Loops {
     void (*fill)(const Fill &);
     void (*write)(const Write &);
@@ -149,21 +165,28 @@ struct Loops {
 };
 
 #if defined(__x86_64__)
+namespace vnni {
+extern const Products PRODUCTS;
+}
 namespace avx512 {
 extern const Loops LOOPS;
+extern const Products PRODUCTS;
 }
 namespace avx2 {
 extern const Loops LOOPS;
+extern const Products PRODUCTS;
 }
 #endif
 namespace baseline {  // SSE2, NEON, or whatever there is
 extern const Loops LOOPS;
+extern const Products PRODUCTS;
 }
 
 struct InstructionSet {
     const char *name;
     bool (*present)();
     const Loops *loops;
+    const Products *products;
 };
 
 #if defined(__x86_64__)
@@ -177,19 +200,21 @@ inline bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && has_fma_and_halves();
 }
+inline bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 #endif
 inline bool always() { return true; }
 
 // The best first.
 const InstructionSet INSTRUCTION_SETS[] = {
 #if defined(__x86_64__)
-    {"AVX-512", has_avx512, &avx512::LOOPS},
-    {"AVX2", has_avx2, &avx2::LOOPS},
-    {"SSE2", always, &baseline::LOOPS},
+    {"AVX512-VNNI", has_vnni, &avx512::LOOPS, &vnni::PRODUCTS},
+    {"AVX-512", has_avx512, &avx512::LOOPS, &avx512::PRODUCTS},
+    {"AVX2", has_avx2, &avx2::LOOPS, &avx2::PRODUCTS},
+    {"SSE2", always, &baseline::LOOPS, &baseline::PRODUCTS},
 #elif defined(__aarch64__)
-    {"NEON", always, &baseline::LOOPS},
+    {"NEON", always, &baseline::LOOPS, &baseline::PRODUCTS},
 #else
-    {"no vectors", always, &baseline::LOOPS},
+    {"no vectors", always, &baseline::LOOPS, &baseline::PRODUCTS},
 #endif
 };
 inline const InstructionSet *chosen;

@@ -13,7 +13,9 @@ namespace {
 #include "tables.h"
 #include "divergence.h"
 #include "layers.h"
+#include "digits.h"
 }  // namespace
 extern const Loops LOOPS = {fill, write, find, diverge, gelu, attend, norm};
+extern const Products PRODUCTS = {find_exponents, multiply};
 }  // namespace INSTRUCTION_SET
 }  // namespace pce

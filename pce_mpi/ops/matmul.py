@@ -63,9 +63,8 @@ def _exact(multiply: Callable[..., Array], length: Callable[[Shape], int]) -> Ca
         if not is_floating(dtype):
             return reduced(multiply(call, a, b, _product), comm)
         terms = length(call.operands[0].shape)
-        keep = call.is_made(1) and b.ndim == 2 and b.dtype == dtype
         a, b = (x.astype(dtype, copy=False) for x in (a, b))
-        return multiply(call, a, b, lambda a, b: product(a, b, terms, comm, keep))
+        return multiply(call, a, b, lambda a, b: product(a, b, terms, comm))
 
     return exact
 

@@ -1,6 +1,6 @@
-// Prints three digests of a fixed set of problems for each instruction set of this processor: of the states and
-// gradients of losses and statistics, of the sums and gradients of divergences, and of gelu and its slope. The softmax
-// of attention and normalized rows, whose bits differ, are compared with float64.
+// Prints four digests of a fixed set of problems for each instruction set of this processor: of the states and
+// gradients of losses and statistics, of the sums and gradients of divergences, of gelu and its slope, and of products.
+// The softmax of attention and normalized rows, whose bits differ, are compared with float64.
 // `test_instruction_sets.py` compiles and runs it.
 #include <fenv.h>
 #include <initializer_list>
@@ -261,6 +261,27 @@ template <class T> void normalize(const Loops &loops, int kind) {
     for (int i = 0; i < LENGTH; i++) expect(dscale[i], right[i], error, "gradient of scale");
 }
 
+void multiply(const Products &products) {
+    enum { M = 11, K = 1100, N = 15 };
+    for (char *memory : {logits, teacher}) {
+        fill_logits<float>(memory, 4.0, 0.0);
+        const float masked = -float(infinity()), none = 0.0f;
+        for (char *at = memory; at < memory + ROWS * CLASSES * 4; at += 4)
+            if (memcmp(at, &masked, 4) == 0) memcpy(at, &none, 4);
+    }
+    int32_t e[M], f[N];
+    float numbers[M * N];
+    int64_t sums[M * N];
+    const Product product = {{logits, M, K, 4 * K, 4, e}, {teacher, N, K, 4, 4 * N, f}, numbers, sums};
+    products.find_exponents(product.a);
+    products.find_exponents(product.b);
+    char *room = (char *)malloc(products.multiply(product, nullptr));
+    products.multiply(product, room);
+    free(room);
+    for (int64_t each : sums) add(each);
+    for (float each : numbers) put_bits(each);
+}
+
 // A state in which everything has other bits: it rounds upwards and, if that can be set, takes subnormal numbers for 0.
 void set_other_state() {
     fesetround(FE_UPWARD);
@@ -301,8 +322,11 @@ int main() {
         attend(*each.loops);
         normalize<float>(*each.loops, FLOAT32);
         normalize<double>(*each.loops, FLOAT64);
+        const uint64_t layers = hash;
+        hash = BEGIN;
+        multiply(*each.products);
         printf("%s", each.name);
-        for (uint64_t digest : {losses, divergences, hash}) printf(" %016llx", (unsigned long long)digest);
+        for (uint64_t digest : {losses, divergences, layers, hash}) printf(" %016llx", (unsigned long long)digest);
         puts("");
     }
     set_floating_point(before);
