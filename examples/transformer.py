@@ -171,7 +171,7 @@ def save(model, path, steps):
 
 def resume(model, path):
     """Load what any mesh saved, and return after how many steps."""
-    saved = pce.load(path, model.mesh, state(model))  # placed as what is there already
+    saved = pce.load(path, model.mesh, state(model) | {"steps": {}})  # placed as what is there already
     for name, array in model.parameters.items():
         if saved[name].shape != array.shape:
             raise ValueError(f"{path} has {name} of shape {saved[name].shape}, these options make it {array.shape}")
