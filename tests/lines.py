@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 25_068,
+    "package, Python": 25_117,
     "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_945,
+    "package, lines of docstrings": 8_947,
     "package, files of Python": 227,
-    "tests, Python": 36_441,
+    "tests, Python": 36_485,
 }
 
 SUFFIXES = {

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import takewhile
 import os
-import re
 import sys
 import time
 from types import SimpleNamespace
@@ -22,16 +20,15 @@ from pce_mpi.comm.errors import ranks_text
 from pce_mpi.jobs.job import Job
 from pce_mpi.jobs.mpiexec import LaunchError, mpiexec
 from pce_mpi.jobs.patience import Patience
-from pce_mpi.testing.session import Orders
+from pce_mpi.testing.session import STARTUP, Orders
 from pce_mpi.testing.sizes import at_size, with_size
-from pce_mpi.testing.verdict import RanksFailure
+from pce_mpi.testing.verdict import RanksFailure, own_stack
 
 # Tests that end their session are left behind, but not any number of them: a hang takes its time.
 _MOST_SESSIONS = 30
 
-# Seconds until the ranks have found their tests, in which they may import a framework; for their end after the last
-# test; and until all of them have said that they exit.
-_STARTUP, _END, _EXIT = 120.0, 10.0, 1.0
+# Seconds for the end of the ranks after the last test; and until all of them have said that they exit.
+_END, _EXIT = 10.0, 1.0
 
 _POLL = 0.01
 
@@ -104,25 +101,25 @@ class Controller:
     def _run(self, session: pytest.Session, size: int, arguments: list[str]) -> None:
         # Plain `pytest` leaves the folder that it is started in off the path, `python -m pytest` does not.
         isolated = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
-        after = ""
-        for _ in range(_MOST_SESSIONS):
+        remaining: list[str] | None = None
+        for left_behind in range(1, _MOST_SESSIONS + 1):
             most = self._config.option.maxfail  # the ranks stop by themselves, and end what fixtures have begun
             left = [f"--maxfail={most - session.testsfailed}"] if most else []
-            orders = Orders([*arguments, *left], self._sizes, self._why_not, after, self._limit, self._terminal)
+            orders = Orders([*arguments, *left], self._sizes, self._why_not, remaining, self._limit, self._terminal)
             try:
                 with Job(size, [*isolated, "-m", "pce_mpi.testing.rank"], orders.write, alone=size == 1) as job:
                     course = _Course(session, job, orders)
-                    after = course.follow()
+                    course.follow()
             except LaunchError as error:
                 raise pytest.UsageError(str(error)) from None
+            if left_behind == _MOST_SESSIONS:
+                course.leave_out(f"{_MOST_SESSIONS} tests have ended their session")
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
                 raise session.Interrupted(session.shouldstop)
-            if not course.waiting:
+            if not (remaining := course.waiting):
                 return
-        text = f"{_MOST_SESSIONS} tests have ended their session: {len(course.waiting)} tests are not run"
-        course.fail(course.waiting[0], [["not run", text, ""]])
 
 
 class _Course:
@@ -131,7 +128,8 @@ class _Course:
     def __init__(self, session: pytest.Session, job: Job, orders: Orders) -> None:
         self._session, self._job, self._orders = session, job, orders
         self._config, self._hook = session.config, session.config.hook
-        self.waiting: list[str] = []  # tests that have not begun
+        self.waiting = orders.remaining or []  # tests that have not begun
+        self._goes_on = orders.remaining is not None  # after a session that a test has ended
         self._test, self._is_running = "", False
         self._locations: dict[str, Any] = {}
         self._over: dict[int, int] = {}  # how the session of each rank has ended
@@ -142,21 +140,21 @@ class _Course:
         self._has_collected = False
         self._warnings: list[Any] = []  # each once, whatever the rank
 
-    def follow(self) -> str:
-        """Report what the ranks do, until they have ended; return the test that has ended them, if one has."""
+    def follow(self) -> None:
+        """Report what the ranks do, until they have ended."""
         try:
-            return self._follow()
+            self._follow()
         finally:
             self._show_output(last=True)
 
-    def _follow(self) -> str:
-        patience = Patience(max(self._orders.limit, _STARTUP))
+    def _follow(self) -> None:
+        patience = Patience(max(self._orders.limit, STARTUP))
         while not patience.is_over() or self._orders.terminal:
             # Before reading the events, so that these include everything before the end.
             ended = bool(self._job.ends()) or self._job.status is not None
             for rank, event in self._job.news():
                 self._take_in(rank, event)
-                patience = Patience(max(self._orders.limit, 0 if self._has_collected else _STARTUP))
+                patience = Patience(max(self._orders.limit, 0 if self._has_collected else STARTUP))
             self._show_output()
             if self._left or self._exits:
                 return self._end_of_some()
@@ -170,19 +168,26 @@ class _Course:
     def _take_in(self, rank: int, event: dict[str, Any]) -> None:
         match event:
             case {"event": "refused", "text": text}:
-                raise pytest.UsageError(text)
+                if not self._goes_on:
+                    raise pytest.UsageError(text)
+                self._left.append((rank, {"how": "could not find its tests", "text": text, "report": None}))
             case {"event": "collected", "tests": tests, "deselected": deselected}:
-                self.waiting, self._has_collected = tests, True
-                if not self._orders.after:
+                found = {*tests}
+                gone, self.waiting = [test for test in self.waiting if test not in found], tests
+                self._has_collected = True
+                self.leave_out("is not found any more", gone)
+                if not self._goes_on:
                     self._session.testscollected += len(tests)
                 terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-                if terminal is not None and not self._orders.after:
+                if terminal is not None and not self._goes_on:
                     terminal._numcollected += len(tests)  # the reports of files, which it counts, do not come here
                     terminal.pytest_deselected([SimpleNamespace(nodeid="")] * deselected)
                 if self._config.option.collectonly:
                     print(*map(self._name, tests), sep="\n")
                     self.waiting = []
-            case {"event": "collect", "report": report} if not self._orders.after:
+            case {"event": "collect", "report": report} if not self._goes_on or any(
+                test.startswith(f"{report['nodeid']}::") for test in self.waiting
+            ):
                 self._hook.pytest_collectreport(report=self._report(report))
             case {"event": "started", "test": test, "location": location}:
                 self._test, self._is_running, self._when = test, True, "setup"
@@ -196,7 +201,7 @@ class _Course:
                 self._is_running = False
                 self._hook.pytest_runtest_logfinish(nodeid=self._name(test), location=self._locations[test])
             case {"event": "warning", "when": when} if (
-                event in self._warnings or (self._orders.after and when != "runtest")  # the session before has told it
+                event in self._warnings or (self._goes_on and when != "runtest")  # the session before has told it
             ):
                 pass
             case {"event": "warning", "warning": [text, category, filename, lineno], "when": when, "test": test}:
@@ -231,7 +236,7 @@ class _Course:
 
     # The end of a job, as it should be, or not.
 
-    def _end_of_all(self) -> str:
+    def _end_of_all(self) -> None:
         statuses = set(self._over.values())
         if statuses & {pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR}:
             return self._fault("pytest could not run")
@@ -241,17 +246,16 @@ class _Course:
         if self._job.status is None:
             return self._fault(f"ranks had not ended {_END:g} s after the last test", stacks=True)
         if any(status for _, status in self._job.ends()) or (self._job.status and not self._job.ends()):
-            return self._fault(f"after the last test, {self._death(failed=True)}")
-        return ""
+            self._fault(f"after the last test, {self._death(failed=True)}")
 
-    def _end_of_some(self) -> str:
+    def _end_of_some(self) -> None:
         patience = Patience(_EXIT)
         while len(self._exits) < self._job.ranks and not patience.is_over():
             for rank, event in self._job.news():
                 self._take_in(rank, event)
             time.sleep(_POLL)
         first = min(self._exits, default=0)
-        if len(self._exits) == self._job.ranks:
+        if len(self._exits) == self._job.ranks and (self._test or not self._goes_on):
             text = self._exits[first]["text"]
             if self._exits[first]["interrupted"]:
                 raise self._session.Interrupted(text)
@@ -262,30 +266,34 @@ class _Course:
             who = f"rank {rank} of {self._job.ranks}"
             blocks.append([f"{who} {event['how']}{waiting}", event["report"] or event["text"], f"{who}: "])
         others = set(range(self._job.ranks)) - self._exits.keys() - {rank for rank, _ in self._left}
-        return self._end(blocks + self._stacks(sorted(others), "meanwhile"))
+        self._end(blocks + self._stacks(sorted(others), "meanwhile"))
 
-    def _fault(self, text: str, stacks: bool = False) -> str:
+    def _fault(self, text: str, stacks: bool = False) -> None:
         printed = self._job.last_lines([0] * self._job.ranks)
         for rank in range(self._job.ranks):  # a stack is the end of what a rank prints, and longer than what is shown
             _, crash, stack = self._job.printed(rank, 0).rpartition("Fatal Python error")
             printed = f"{crash}{stack.partition('/_pytest/')[0].rpartition(chr(10))[0]}" if crash else printed
         blocks = [[text, printed or "nothing was printed", ""]]
-        return self._end(blocks + (self._stacks(range(self._job.ranks), "at that time") if stacks else []))
+        self._end(blocks + (self._stacks(range(self._job.ranks), "at that time") if stacks else []))
 
-    def _end(self, blocks: list[list[Any]]) -> str:
-        """Report a fault of the test that runs, or else of the session; return that test."""
+    def _end(self, blocks: list[list[Any]]) -> None:
+        """Report a fault of the test that runs, or else of the session."""
         if self._is_running:
-            self.fail(self._test, blocks)
-            return self._test
+            return self._fail(self._test, blocks)
         when = f"after {self._test}" if self._test else "before its first test"
         failure: Any = RanksFailure(blocks, self._config)
-        report = pytest.CollectReport(f"the session on {self._job.ranks} ranks, {when}", "failed", failure, [])
-        self._hook.pytest_collectreport(report=report)
-        self.waiting = self.waiting if self._test else []
-        return self._test
+        name = f"the session on {self._job.ranks} ranks, {when}"
+        self._hook.pytest_collectreport(report=pytest.CollectReport(name, "failed", failure, []))
+        if not self._test:  # another session would fail as well
+            self.leave_out(f"{name}, has failed")
 
-    def fail(self, test: str, blocks: list[list[Any]]) -> None:
-        """Report that a test has failed."""
+    def leave_out(self, why: str, tests: list[str] | None = None) -> None:
+        """Report tests that are not run, all that wait by default, as errors, so that they are not lost."""
+        self._when, tests = "setup", self.waiting if tests is None else tests
+        while tests and not self._session.shouldfail:
+            self._fail(tests.pop(0), [["not run", why, ""]])
+
+    def _fail(self, test: str, blocks: list[list[Any]]) -> None:
         location = self._locations.get(test, (test.partition("::")[0], None, self._name(test)))
         failure: Any = RanksFailure(blocks, self._config)
         report = pytest.TestReport(self._name(test), location, {}, "failed", failure, self._when)
@@ -294,6 +302,8 @@ class _Course:
 
     def _death(self, failed: bool = False) -> str:
         rank, how = self._job.death(failed)
+        if how.endswith("exit status 1") and self._config.pluginmanager.has_plugin("timeout"):
+            how += ": it ended itself, perhaps by the thread method of pytest-timeout"
         return f"a rank {how}" if rank is None else f"rank {rank} of {self._job.ranks} {how}"
 
     def _stacks(self, ranks: Iterable[int], what: str) -> list[list[Any]]:
@@ -301,10 +311,7 @@ class _Course:
         ranks_by_stack: dict[str, list[int]] = {}
         for rank in ranks:
             lines = self._job.stack(rank).splitlines()[1:]
-            own = list(takewhile(lambda line: "/_pytest/" not in line, lines))
-            own = [line for line in own if not re.search("/(hypothesis/(core|internal)|pluggy|pce_mpi/testing)/", line)]
-            silent = "waits for the others, as this phase of the test is over here" if lines else "does not answer"
-            ranks_by_stack.setdefault("\n".join(own) or silent, []).append(rank)
+            ranks_by_stack.setdefault(own_stack(lines) if lines else "does not answer", []).append(rank)
         return [
             [f"{what}, {ranks_text(ranks)} of {self._job.ranks}", stack, ""] for stack, ranks in ranks_by_stack.items()
         ]

@@ -7,9 +7,11 @@ its own, as others wait for it in a collective, ends the job.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+import faulthandler
 import fcntl
 import io
 import json
@@ -19,7 +21,9 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any, TextIO
 import warnings
 
@@ -31,17 +35,24 @@ from pce_mpi.comm.errors import ranks_text
 from pce_mpi.comm.library import mpi
 from pce_mpi.comm.program import program
 from pce_mpi.jobs.journal import Journal
+from pce_mpi.jobs.patience import Patience, slowdown
 from pce_mpi.testing.examples import keep_in_step
 from pce_mpi.testing.sizes import at_size, select
-from pce_mpi.testing.verdict import Data, RanksFailure, blocks_of, exchange
+from pce_mpi.testing.verdict import Data, RanksFailure, blocks_of, exchange, own_stack
 from pce_mpi.text import bounded
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+# Seconds of `Patience` until the ranks have found their tests, in which they may import a framework.
+STARTUP = 120.0
+
 # A rank that failed may have left others inside a collective. It gives them so many seconds of `Patience` to get out,
 # or a part of the limit.
 _GRACE = 5.0
+
+# Seconds between two looks at a phase, and in which all ranks tell their stacks before the first one ends the job.
+_TICK, _TOLD = 0.2, 2.0
 
 # Captured output of a phase beyond so many characters loses its middle.
 _MOST_OUTPUT = 100_000
@@ -56,7 +67,7 @@ class Orders:
     arguments   of the command line
     sizes       that were asked for, of which this session is one
     missing     those of them that cannot be run, and why
-    after       the test that has ended the session before this one; it and all tests before it are left out
+    remaining   tests that sessions before this one, which a test has ended, have not begun; None for all
     limit       seconds of `Patience` that a phase of a test may take
     terminal    the terminal for --pdb
     """
@@ -64,7 +75,7 @@ class Orders:
     arguments: list[str]
     sizes: list[int]
     missing: str = ""
-    after: str = ""
+    remaining: list[str] | None = None
     limit: float = 300.0
     terminal: str = ""
 
@@ -98,6 +109,7 @@ class RankSession:
         self._journal, self._folder, self._stderr = journal, folder, stderr
         self._collected: dict[str, Data] = {}
         self._deselected = 0
+        self._phase = "the collection of tests"  # that runs; "" once no more is watched
         self._quiet = _Quiet()
         # The folder of `rank_tmp_path`, which rank 0 makes and tells the others of.
         self.shared = Path(tempfile.mkdtemp(prefix="pytest-ranks-", dir=folder) if self.rank == 0 else "")
@@ -134,6 +146,8 @@ class RankSession:
                     failures.lastfailed[name if isinstance(test, str) else type(test).parse(name)] = value
         if self.orders.terminal:
             self._debugger: Any = config.pluginmanager.unregister(name="pdbinvoke")
+        if self.comm and not self._journal:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     # Collection: every rank must have found the same tests.
 
@@ -163,16 +177,20 @@ class RankSession:
             self._write("left", how="could not collect its tests", text=str(error), report=None)
             raise
         self._agree_on_collection(session)
+        if self.orders.remaining is not None:
+            left = Counter(self.orders.remaining)
+            for index in reversed(range(len(session.items))):  # of duplicates the last ones remain
+                test = session.items[index].nodeid
+                left[test] -= 1
+                if left[test] < 0:
+                    del session.items[index]
         tests = [item.nodeid for item in session.items]
-        if self.orders.after:
-            del tests[: tests.index(self.orders.after) + 1]
-            del session.items[: -len(tests) or len(session.items)]
         session.testscollected = len(tests)
         if self.comm:
             # From now on, an error on one rank is told to those that wait for it.
             channel_of(mpi().COMM_WORLD, "pytest")
             self.shared = self.comm.bcast(self.shared if self.rank == 0 else None)
-        self._report("collected", tests=tests, deselected=0 if self.orders.after else self._deselected)
+        self._report("collected", tests=tests, deselected=self._deselected)
         return result
 
     def _agree_on_collection(self, session: pytest.Session, stopped: bool = False) -> None:
@@ -209,6 +227,7 @@ class RankSession:
     # Tests: one report for all ranks.
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
+        self._phase = nodeid
         self._report("started", test=nodeid, location=location)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -216,6 +235,7 @@ class RankSession:
         self, item: pytest.Item, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        self._phase = f"{item.nodeid}, after its {report.when}"
         report.sections = [(title, bounded(text, _MOST_OUTPUT)) for title, text in report.sections]
         if call.excinfo is not None and not call.excinfo.errisinstance((pytest.skip.Exception, KeyboardInterrupt)):
             error = call.excinfo.value
@@ -280,9 +300,12 @@ class RankSession:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
+        if self.comm and not self._journal and isinstance(error := sys.exception(), pytest.UsageError):
+            self._leave("pytest", f"could not run: {error}", "", status=pytest.ExitCode.USAGE_ERROR)
         # The first rank to exit with a failure ends the job: not before rank 0 has printed its summary.
         if self.comm and not self._journal:
             self.comm.Barrier()
+            self._phase = ""
             shutil.rmtree(self.shared, ignore_errors=True)
 
     # Journal and job.
@@ -306,12 +329,10 @@ class RankSession:
         def wait(seconds: float) -> None:
             if text and seconds > min(_GRACE, self.orders.limit / 4):
                 self._leave(where, how, text, report)
-            elif not self._journal and seconds > self.orders.limit:
-                self._leave(where, f"is over here, and others have not come for {self.orders.limit:g} s", "")
 
         return wait
 
-    def _leave(self, where: str, how: str, text: str, report: Any = None) -> None:
+    def _leave(self, where: str, how: str, text: str, report: Any = None, status: int = 1) -> None:
         """End the job, as ranks that this one has left waiting cannot be told otherwise."""
         if self._journal:
             self._write("left", how=how, text=text, report=report and self._data(report))
@@ -320,7 +341,30 @@ class RankSession:
         elif self.comm:
             left = " here and left other ranks waiting" * bool(text)
             self._stderr.write(f"\n[rank {self.rank} of {self.size}] {where} {how}{left}\n{text}\n")
-            self.comm.Abort(1)
+            self.comm.Abort(status)
+
+    def _watch(self) -> None:
+        """End the job once no phase has ended for the limit, after the stack of each rank."""
+        limit = max(self.orders.limit, STARTUP)
+        phase, patience = self._phase, Patience(limit)
+        while not patience.is_over():
+            # For ranks that all keep the interpreter's lock, as a loop in C can, from the start of a phase on.
+            if "faulthandler_timeout" not in self.config.inicfg:  # there is one timer alone
+                seconds = (self.orders.limit + _TOLD / 2) * slowdown()
+                faulthandler.dump_traceback_later(seconds, exit=True, file=self._stderr)
+            time.sleep(_TICK)
+            if not self._phase:
+                return faulthandler.cancel_dump_traceback_later()
+            if phase is not self._phase:
+                limit = self.orders.limit
+                phase, patience = self._phase, Patience(limit)
+        faulthandler.cancel_dump_traceback_later()
+        main = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]  # it has begun
+        stack = own_stack(each.rstrip() for each in reversed(traceback.format_stack(main)))
+        who = f"[rank {self.rank} of {self.size}] {phase}"
+        self._stderr.write(f"\n{who}: nothing has ended for {limit:g} s (--ranks-timeout)\n{stack}\n")
+        time.sleep(_TOLD)
+        os._exit(1)
 
     # --pdb.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import takewhile
 import os
 import re
 import signal
@@ -128,6 +129,13 @@ def blocks_of(reports: Sequence[Data]) -> list[list[Any]]:
         elif outcome != "passed":
             blocks.append([f"{where} of {len(reports)} {outcome}{held}", reports[ranks[0]], who])
     return blocks
+
+
+def own_stack(lines: Iterable[str]) -> str:
+    """Return the stack of a rank, whose most recent call comes first, without the frames of pytest."""
+    inner = takewhile(lambda line: "/_pytest/" not in line, lines)
+    own = (line for line in inner if not re.search("/(hypothesis/(core|internal)|pluggy|pce_mpi/testing)/", line))
+    return "\n".join(own) or "waits for the others, as this phase of the test is over here"
 
 
 def _reason(report: Any) -> str:

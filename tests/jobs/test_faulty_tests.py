@@ -113,6 +113,40 @@ def test_rank_that_does_not_begin_is_told(tmp_path):
     assert "ended with exit status" in job.stdout
 
 
+@pytest.mark.parametrize(
+    "fault, words",
+    {
+        "raise ValueError('unwell')": "before its first test, has failed",
+        "raise pytest.UsageError('unwell')": "before its first test, has failed",
+        "del items[1:]": "is not found any more",
+    }.items(),
+)
+def test_tests_that_no_session_can_run_are_named(tmp_path, fault, words):
+    tests = (
+        "def test_it():\n    open('began', 'w')\n    os._exit(3)\n\ndef test_a():\n    pass\n\ndef test_b():\n    pass"
+    )
+    again = f"def pytest_collection_modifyitems(items):\n    if os.path.exists('began'):\n        {fault}"
+    (tmp_path / "conftest.py").write_text(f"import os, pytest\n\n{again}\n", encoding="utf-8")
+    job = run(write(tmp_path, START + tests), "--ranks=2", "--junitxml=report.xml")
+    cases = cases_of(tmp_path / "report.xml")
+    assert job.returncode == 1
+    assert "ended with exit status 3" in cases["test_it::test_it@2"]
+    assert words in cases["test_it::test_a@2"] and words in cases["test_it::test_b@2"], job.stdout
+    assert "unwell" not in fault or "unwell" in job.stdout
+
+
+def test_rank_ended_by_a_timeout_is_told(tmp_path):
+    (tmp_path / "timeout.py").touch()
+    write(tmp_path, START + "def test_it():\n    os._exit(1)\n")
+    assert "thread method of pytest-timeout" in run(tmp_path, "-p", "timeout", "--ranks=2").stdout
+
+
+def test_duplicate_that_ends_its_session_is_run_once(tmp_path):
+    write(tmp_path, START + "def test_it():\n    os._exit(3)" + AFTER)
+    job = run(tmp_path, "--ranks=2", "--keep-duplicates", "test_it.py", "test_it.py")
+    assert "2 failed, 2 passed in" in job.stdout
+
+
 ORDINARY = """
     from pathlib import Path
     import warnings
@@ -386,6 +420,26 @@ def test_launched_rank_that_leaves_ends_the_job(tmp_path):
     assert job.returncode != 0
     assert "test_it (call) failed here and left other ranks waiting" in job.stderr
     assert "ValueError: not with me" in job.stderr
+
+
+@pytest.mark.parametrize("hook", ["configure(config)", "collection_modifyitems(items)", "runtest_protocol(item)"])
+def test_launched_rank_that_cannot_run_ends_the_job(tmp_path, hook):
+    source = f"{START}def pytest_{hook}:\n    if here:\n        raise pytest.UsageError('unwell')\n"
+    (tmp_path / "conftest.py").write_text(source, encoding="utf-8")
+    write(tmp_path, "def test_it(comm):\n    comm.Barrier()")
+    job = complete(job_command(2, "-m", "pytest"), cwd=tmp_path, env=job_environment(2))
+    assert job.returncode != 0
+    assert "rank 1 of 2] pytest could not run: unwell" in job.stderr
+
+
+@pytest.mark.parametrize("hang", ["comm.recv(source=comm.rank, tag=7)", "''.join(map(str, iter(int, 1)))"])
+def test_launched_ranks_that_all_hang_are_told(tmp_path, hang):
+    write(tmp_path, f"def test_it(comm):\n    {hang}")
+    command = job_command(2, "-m", "pytest", f"--ranks-timeout={SILENCE}")
+    job = complete(command, cwd=tmp_path, env=job_environment(2), limit=100)
+    assert job.returncode != 0
+    assert job.stderr.count("in test_it") == 2
+    assert "recv" not in hang or "rank 1 of 2] test_it.py::test_it, after its setup: nothing has ended" in job.stderr
 
 
 def test_mpiexec_of_another_mpi_is_named(tmp_path):
