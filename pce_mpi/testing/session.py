@@ -345,11 +345,11 @@ class RankSession:
 
     def _watch(self) -> None:
         """End the job once no phase has ended for the limit, after the stack of each rank."""
-        limit = max(self.orders.limit, STARTUP)
+        limit, has_timer = max(self.orders.limit, STARTUP), self.config.pluginmanager.has_plugin("faulthandler")
         phase, patience = self._phase, Patience(limit)
         while not patience.is_over():
             # For ranks that all keep the interpreter's lock, as a loop in C can, from the start of a phase on.
-            if "faulthandler_timeout" not in self.config.inicfg:  # there is one timer alone
+            if not (has_timer and float(self.config.getini("faulthandler_timeout") or 0)):  # there is one alone
                 seconds = (self.orders.limit + _TOLD / 2) * slowdown()
                 faulthandler.dump_traceback_later(seconds, exit=True, file=self._stderr)
             time.sleep(_TICK)
