@@ -27,7 +27,7 @@ import pce_mpi as pce
 TOKENS, CLASSES, WIDTH, STEPS = 64, 1001, 32, 40
 
 
-class CrossEntropy(Function):
+class ShardedCrossEntropy(Function):
     """The loss of logits that are a DTensor, or a tensor of all classes, with the options of the package."""
 
     @staticmethod
@@ -59,7 +59,7 @@ class Entropy(Function):
         return pce.class_statistics_backward(ctx.kept, entropy=dentropy)
 
 
-class Model(nn.Module):
+class Block(nn.Module):
     """One block of a language model, without attention."""
 
     def __init__(self):
@@ -81,10 +81,10 @@ def losses(targets):
     smoothed[torch.arange(TOKENS), targets] += 0.9
     some = torch.where(torch.arange(TOKENS) % 4 == 0, -100, targets)
     return {
-        "class numbers": lambda x: CrossEntropy.apply(x, targets, {}),
-        "weights, ignored rows": lambda x: CrossEntropy.apply(x, some, {"weight": weight}),
-        "label smoothing": lambda x: CrossEntropy.apply(x, targets, {"label_smoothing": 0.1}),
-        "probabilities": lambda x: CrossEntropy.apply(x, smoothed, {}),
+        "class numbers": lambda x: ShardedCrossEntropy.apply(x, targets, {}),
+        "weights, ignored rows": lambda x: ShardedCrossEntropy.apply(x, some, {"weight": weight}),
+        "label smoothing": lambda x: ShardedCrossEntropy.apply(x, targets, {"label_smoothing": 0.1}),
+        "probabilities": lambda x: ShardedCrossEntropy.apply(x, smoothed, {}),
         "entropy": lambda x: Entropy.apply(x).mean(),
     }
 
@@ -92,7 +92,7 @@ def losses(targets):
 def train(mesh):
     """Return the loss of each step, the model and its input and targets."""
     torch.manual_seed(0)
-    model, ids, targets = Model(), torch.arange(TOKENS), torch.randint(CLASSES, (TOKENS,))
+    model, ids, targets = Block(), torch.arange(TOKENS), torch.randint(CLASSES, (TOKENS,))
     model = parallelize_module(model, mesh, PLAN)
     optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), []
     loss = losses(targets)["label smoothing"]

@@ -173,7 +173,7 @@ def check(mesh, name):
 
 def check_autograd(mesh):
     """A loss in a graph of torch has the gradient that whole logits have there, and both are those of dense."""
-    from torch_tensor_parallel import CrossEntropy  # the tests of this program import it without the examples
+    from torch_tensor_parallel import ShardedCrossEntropy  # the tests of this program import it without the examples
 
     placements = [Shard(0), Shard(1)][-mesh.ndim :]
     whole = operands((5, 13), 1, torch.float64)
@@ -182,7 +182,7 @@ def check_autograd(mesh):
     for logits in (x.clone(), distribute_tensor(x, mesh, placements)):
         logits.requires_grad_()
         scale = distribute_tensor(factors, mesh, [Replicate()] * mesh.ndim) if found else factors
-        losses = CrossEntropy.apply(logits, targets, {"reduction": "none", "weight": whole["weight"]})
+        losses = ShardedCrossEntropy.apply(logits, targets, {"reduction": "none", "weight": whole["weight"]})
         (total := (losses * scale).sum()).backward()
         found.append((losses, total, logits.grad))
     alone, ours = found[0], [each.full_tensor() for each in found[1]]
