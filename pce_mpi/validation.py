@@ -32,7 +32,10 @@ def real(value: Any, name: str) -> float:
         value = value.item()  # a 0-d array, as a learned scale comes
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a real number, got {value!r}")
-    return float(value) + 0.0  # -0.0 is 0.0
+    try:
+        return float(value) + 0.0  # -0.0 is 0.0
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got an integer of {value.bit_length()} bits") from None
 
 
 def flag(value: Any, name: str) -> bool:

@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 25_117,
+    "package, Python": 25_126,
     "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_947,
+    "package, lines of docstrings": 8_950,
     "package, files of Python": 227,
-    "tests, Python": 36_491,
+    "tests, Python": 36_499,
 }
 
 SUFFIXES = {

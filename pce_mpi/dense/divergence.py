@@ -40,8 +40,9 @@ def kl_divergence_value_and_grad(
     """Compute the divergence of two softmaxes and its gradients, in float64, from the textbook.
 
     With s and t the softmax of logit_scale student and logit_scale teacher, and KL(p || q) = sum_c p_c log(p_c / q_c),
-    it is KL(t || s), KL(s || t), or beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s. A class
-    with p_c = 0 contributes 0. The textbook loses what a divergence below some 1e-8 is made of.
+    it is KL(t || s), KL(s || t), or beta KL(t || m) + (1 - beta) KL(s || m) with m = beta t + (1 - beta) s, for a beta
+    between 0 and 1. A class with p_c = 0 contributes 0. The textbook loses what a divergence below some 1e-8 is made
+    of.
 
     Parameters
     ----------
@@ -68,7 +69,7 @@ def kl_divergence_value_and_grad(
     Raises
     ------
     ValueError
-        For an unknown direction or reduction.
+        For an unknown direction or reduction, or a `beta` outside of [0, 1].
 
     Examples
     --------
@@ -78,6 +79,8 @@ def kl_divergence_value_and_grad(
     """
     if direction not in ("forward", "reverse", "jensen-shannon"):
         raise ValueError(f"direction must be 'forward', 'reverse' or 'jensen-shannon', got {direction!r}")
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta must be in [0, 1], got {beta!r}")
     x, y = (np.moveaxis(np.asarray(each).astype(np.float64), axis, -1) for each in (student, teacher))
     counts = np.ones(x.shape[:-1], bool) if rows is None else np.asarray(rows)
     if direction == "jensen-shannon" and beta in (0, 1):
@@ -93,8 +96,10 @@ def kl_divergence_value_and_grad(
             dt = t - s
         else:
             larger = np.maximum(log_s, log_t)  # the logarithm of a mean of subnormal probabilities has no digits
-            weight = np.where(log_s < log_t, 1.0 - beta, beta)  # of the smaller one
-            log_m = larger + np.log1p(weight * np.expm1(np.minimum(log_s, log_t) - larger))
+            weight, other = (np.where(log_s < log_t, *each) for each in ((1.0 - beta, beta), (beta, 1.0 - beta)))
+            ratio = np.minimum(log_s, log_t) - larger
+            far = np.log(other + weight * np.exp(ratio))  # keeps a small weight of the larger one
+            log_m = larger + np.where(ratio < -1.0, far, np.log1p(weight * np.expm1(ratio)))
             (of_s, ds), (of_t, dt) = _kl(s, log_s, log_m), _kl(t, log_t, log_m)
             divergence, ds, dt = (1.0 - beta) * of_s + beta * of_t, (1.0 - beta) * ds, beta * dt
         divergence = np.where(counts, divergence, 0.0)

@@ -42,7 +42,8 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
         "reverse"           KL(s || t)
         "jensen-shannon"    beta KL(t || m) + (1 - beta) KL(s || m)     m = beta t + (1 - beta) s
 
-    Nothing is divided by logit_scale**2. A class with p_c = 0 contributes 0, whatever q_c is.
+    With beta 0 the last is KL(t || s), with 1 KL(s || t). Nothing is divided by logit_scale**2. A class with p_c = 0
+    contributes 0, whatever q_c is.
 
     Parameters
     ----------
@@ -167,7 +168,7 @@ def kl_divergence_backward(
         forward           dx_c = s_c - t_c                              dy_c = t_c (log(t_c / s_c) - D)
         reverse           dx_c = s_c (log(s_c / t_c) - D)               dy_c = t_c - s_c
         jensen-shannon    dx_c = (1 - beta) s_c (log(s_c / m_c) - KL(s || m))
-                          dy_c = beta t_c (log(t_c / m_c) - KL(t || m))
+                          dy_c = beta t_c (log(t_c / m_c) - KL(t || m)), for a beta between 0 and 1
 
     times g = dloss, divided by the number of rows for `"mean"`. Rows that do not count have a zero gradient. A rank
     writes the gradient of its own classes; nothing is summed over ranks, so nothing is counted twice.

@@ -21,6 +21,7 @@ from pce_mpi.comm.errors import RanksAlong, names_ranks
 from pce_mpi.comm.torch_group import TorchGroup
 from pce_mpi.loss.options import BatchOptions, Place, ShardOptions
 from pce_mpi.loss.passes import MadeResiduals
+from pce_mpi.validation import integer
 
 _LOGITS = ("logits", "student", "teacher", "out")
 _UPSTREAM = ("dloss", "dchosen", "log_prob", "entropy", "logsumexp")
@@ -104,7 +105,8 @@ class Layout:
                 start, stop = mine[each].start, mine[each].stop
                 width = -(-(stop - start) // size)
                 mine[each] = slice(min(start + rank * width, stop), min(start + (rank + 1) * width, stop))
-        return cls(name, mesh, shape, np.lib.array_utils.normalize_axis_index(axis, len(shape)), sharded, tuple(mine))
+        of_classes = np.lib.array_utils.normalize_axis_index(integer(axis, "axis"), len(shape))
+        return cls(name, mesh, shape, of_classes, sharded, tuple(mine))
 
     @property
     def dims(self) -> tuple[list[int], list[int], list[int]]:

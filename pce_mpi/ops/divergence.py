@@ -35,7 +35,8 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
         "reverse"           KL(s || t)
         "jensen-shannon"    beta KL(t || m) + (1 - beta) KL(s || m)     m = beta t + (1 - beta) s
 
-    Nothing is divided by logit_scale**2. A class with p_c = 0 contributes 0, whatever q_c is.
+    With beta 0 the last is KL(t || s), with 1 KL(s || t). Nothing is divided by logit_scale**2. A class with p_c = 0
+    contributes 0, whatever q_c is.
 
     Parameters
     ----------

@@ -444,7 +444,7 @@ def test_launched_ranks_that_all_hang_are_told(tmp_path, hang):
 
 def test_mpiexec_of_another_mpi_is_named(tmp_path):
     write(tmp_path, "def test_it(comm):\n    pass")
-    environment = {**job_environment(1), "OMPI_COMM_WORLD_SIZE": "3"}
+    environment = {**job_environment(1), "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3"}
     job = complete([sys.executable, "-m", "pytest"], cwd=tmp_path, env=environment)
     assert job.returncode != 0
     assert "launched as 3 ranks (OMPI_COMM_WORLD_SIZE=3), but MPI sees 1" in job.stdout + job.stderr

@@ -8,6 +8,7 @@ import argparse
 from configparser import ConfigParser
 import os
 from pathlib import Path
+import shutil
 import subprocess
 import sys
 
@@ -25,13 +26,15 @@ def peers() -> ConfigParser:
 def installed(name: str, packages: list[str], alone: list[str]) -> Path:
     """Return a folder with a peer's packages, which comes on Python's path before those of this environment."""
     folder = Path(sys.prefix) / "gallery" / name.replace(":", "-")
-    if not (folder / "complete").exists():
-        print(f"pip installs {' '.join(packages + alone)} in {folder}", flush=True)
+    complete, pins = folder / "complete", " ".join(packages + alone)
+    if not complete.exists() or complete.read_text() != pins:
+        print(f"pip installs {pins} in {folder}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
         for wanted, more in ((packages, []), (alone, ["--no-deps"])):
             if wanted:
                 subprocess.run([*pip, *more, *wanted], check=True)
-        (folder / "complete").touch()
+        complete.write_text(pins)
     return folder
 
 
