@@ -167,7 +167,7 @@ class Classifier:
 
     def resume(self, path):
         """Load what was saved, by any number of ranks, and return after how many steps."""
-        saved = pce.load(path, self.mesh, self.state())  # placed as what is there already
+        saved = pce.load(path, self.mesh, self.state() | {"steps": {}})  # placed as what is there already
         for name, array in self.parameters.items():
             array.local[...] = saved[name].local
         names = [name for name in saved if name.startswith("optimizer.")]

@@ -67,7 +67,7 @@ def test_wheel_has_all_that_runs(source, tmp_path):
     assert status == 0, name
     assert "-cp311-abi3-" in name
     # All sources side by side, and then the linker.
-    assert said.read_text(encoding="utf-8").split() == ["begin"] * 4 + ["end"] * 4 + ["begin", "end"]
+    assert said.read_text(encoding="utf-8").split() == ["begin"] * 5 + ["end"] * 5 + ["begin", "end"]
     package = tmp_path / "unpacked" / "pce_mpi"
     found = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
     wanted = {path.relative_to(source / "pce_mpi").as_posix() for path in (source / "pce_mpi").rglob("*.*")}

@@ -29,7 +29,7 @@ def main(path, data, classes, where, when):
 
     done = 0
     if os.path.exists(path):
-        saved = pce.load(path, mesh, everything())
+        saved = pce.load(path, mesh, everything() | {"steps": {}})
         for name, array in p.items():
             array.local[...] = saved[name].local
         names = [name for name in saved if name.startswith("optimizer.")]
