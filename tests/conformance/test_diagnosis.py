@@ -411,7 +411,7 @@ def test_differences_of_logits_are_no_rounded_losses():
     logits = problem.logits.astype(np.float64)
     got = logits.max(axis=-1) - logits[np.arange(problem.rows), problem.targets]
     assert (got == got.astype(ml_dtypes.bfloat16)).all()
-    assert "rounded" not in (of_losses(problem, got.astype(np.float32)) or "")
+    assert "rounded to bfloat16" not in (of_losses(problem, got.astype(np.float32)) or "")
 
 
 def test_entropies_rounded_to_bfloat16_are_no_differences():
