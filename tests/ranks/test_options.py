@@ -171,7 +171,7 @@ FACTORS = {
     "dloss": ["1", "scalar", "per row"],
 }
 for name, row in ROWS.items():
-    if "sample" in row and name not in FACTORS:
+    if "sample" in row and name in LossOptions.__annotations__ and name not in FACTORS:
         FACTORS[name] = [getattr(Options, name), row["sample"]]
 
 
