@@ -135,7 +135,8 @@ def test_kernels_fit_resident_threads_and_spill_little(reports):
         threads = ROW_RESIDENT_THREADS if kernel.file in OF_ROWS else RESIDENT_THREADS
         assert registers, kernel
         assert max(registers) <= REGISTERS // threads, (kernel, architecture, registers)
-        has_options = kernel.file.startswith("general") or (
+        # The weight of a mean of two softmaxes is an option: its four constants take 8 bytes of memory on sm_90.
+        has_options = kernel.file.startswith(("general", "divergence")) or (
             kernel in compilation.LOOPS and not re.search("(PLAIN|SCALED), 0>", kernel.name)
         )
         assert max(in_memory) <= (MOST_BYTES_IN_MEMORY if has_options else 0), (kernel, architecture, in_memory)
