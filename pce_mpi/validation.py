@@ -35,7 +35,7 @@ def real(value: Any, name: str) -> float:
     try:
         return float(value) + 0.0  # -0.0 is 0.0
     except OverflowError:
-        raise ValueError(f"{name} must fit a float, got an integer of {value.bit_length()} bits") from None
+        raise ValueError(f"{name} must fit a float, got an integer of {int(value).bit_length()} bits") from None
 
 
 def flag(value: Any, name: str) -> bool:

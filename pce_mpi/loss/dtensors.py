@@ -83,7 +83,7 @@ def call_on_mesh(
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How the logits of a call are placed: `sharded` has the axis that each dim of the mesh shards, or None.
+    """The placement of the logits of a call: `sharded` has the axis that each dim of the mesh shards, or None.
 
     `name` is that of the logits, and `mine` has this rank's part of each axis.
     """
