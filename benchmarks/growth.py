@@ -36,7 +36,7 @@ import numpy as np
 import pce_mpi as pce
 from pce_mpi.cli.arguments import positive, writable_file
 from pce_mpi.cli.output import progress
-from pce_mpi.comm.library import why_apart
+from pce_mpi.comm.launcher import why_apart
 from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.jobs.mpiexec import mpiexec, number_of_cores, settings
 from pce_mpi.kernels import kernel_text

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pce_mpi.comm.library import launcher_env
+from pce_mpi.comm.launcher import launcher_env
 from pce_mpi.jobs.patience import slowdown
-from pce_mpi.testing.session import NAME
+from pce_mpi.testing.orders import NAME
 import strict_cupy
 
 if TYPE_CHECKING:

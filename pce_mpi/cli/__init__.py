@@ -23,7 +23,8 @@ from pce_mpi.cli import bench, check, conformance, info, judge, rehearse
 from pce_mpi.cli.output import Stream, Unwritten
 from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.board import timeout_seconds
-from pce_mpi.comm.library import check_mpi, launcher_env, told_gpu_aware, why_apart
+from pce_mpi.comm.launcher import launcher_env, why_apart
+from pce_mpi.comm.library import check_mpi, told_gpu_aware
 from pce_mpi.exact.arithmetic import check_settings
 from pce_mpi.text import bounded
 

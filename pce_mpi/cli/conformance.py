@@ -24,7 +24,7 @@ from typing import Any
 from pce_mpi.cli.arguments import positive
 from pce_mpi.cli.conformance_options import FILES, add_arguments
 from pce_mpi.cli.output import Bar
-from pce_mpi.comm.library import launcher_env
+from pce_mpi.comm.launcher import launcher_env
 from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.problems.cases import fits

@@ -13,7 +13,8 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from pce_mpi.comm.agreement import all_gather_text
-from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, launcher_env, reduces_on_gpus, why_apart
+from pce_mpi.comm.launcher import launcher_env, why_apart
+from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, reduces_on_gpus
 from pce_mpi.conformance.reports.tables import table
 from pce_mpi.gpu import cuda_versions, gpus, take_gpu
 from pce_mpi.kernels import kernel_text

@@ -32,7 +32,8 @@ import numpy as np
 from pce_mpi.comm.board import Board, notice_seconds, say, tell, timeout_seconds
 from pce_mpi.comm.doors import is_within_door
 from pce_mpi.comm.errors import CollectiveTimeout, ranks_text, text_by_rank
-from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators, why_apart
+from pce_mpi.comm.launcher import why_apart
+from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators
 from pce_mpi.comm.program import program
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group

@@ -38,11 +38,11 @@ def telling(function: Function) -> Function:
 
 
 def telling_functions(names: dict[str, Any], *wings: str) -> None:
-    """Make the public functions of a module tell their errors, of those that are defined in `wings`."""
+    """Make the public functions among `names` tell their errors, of those that are defined in `wings`."""
     for name in names["__all__"]:
         if isfunction(value := names[name]) and value.__module__.startswith(wings):
             names[name] = told = telling(value)
-            told.__module__ = names["__name__"]  # where it is found to be pickled
+            told.__module__ = "pce_mpi"  # where it is found to be pickled
 
 
 def telling_methods(kind: Kind, but: Collection[str] = ()) -> Kind:

@@ -1,12 +1,10 @@
 """Help for tests of MPI programs: assertions that know ranks, and a plugin of pytest (`pytest --ranks 1,2,3`)."""
 
-from pce_mpi.testing.assertions import (
-    assert_close as assert_close,
-    assert_same_bits as assert_same_bits,
-    assert_same_on_ranks as assert_same_on_ranks,
-    assert_ulps as assert_ulps,
-)
-from pce_mpi.testing.examples import in_step as in_step
-from pce_mpi.testing.gradients import check_gradients as check_gradients
-from pce_mpi.testing.placing import shards_of as shards_of
-from pce_mpi.testing.programs import compare_with_one_process as compare_with_one_process
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pce_mpi.testing.public import *  # noqa: F403
+else:
+    from pce_mpi.lazy import public_names
+
+    __getattr__, __dir__ = public_names(__name__)

@@ -20,7 +20,7 @@ from pce_mpi.comm.errors import ranks_text
 from pce_mpi.jobs.job import Job
 from pce_mpi.jobs.mpiexec import LaunchError, mpiexec
 from pce_mpi.jobs.patience import Patience
-from pce_mpi.testing.session import STARTUP, Orders
+from pce_mpi.testing.orders import STARTUP, Orders
 from pce_mpi.testing.sizes import at_size, with_size
 from pce_mpi.testing.verdict import RanksFailure, own_stack
 

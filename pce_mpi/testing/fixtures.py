@@ -10,31 +10,36 @@ from zlib import crc32
 
 import pytest
 
-from pce_mpi.comm.library import mpi
-from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.testing.session import NAME
+from pce_mpi.testing.orders import NAME
 from pce_mpi.testing.sizes import shape_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from pce_mpi.distributed.mesh import Mesh
 
 
 @pytest.fixture(scope="session")
 def comm() -> MPI.Intracomm:
     """All ranks: MPI.COMM_WORLD."""
     try:
-        return mpi().COMM_WORLD
+        from mpi4py import MPI
     except ImportError as error:
         pytest.skip(f"comm needs mpi4py and an MPI library: {error}")
+    return MPI.COMM_WORLD
 
 
 @pytest.fixture
 def mesh(request: pytest.FixtureRequest) -> Mesh:
     """A mesh of all ranks: a line, dim `ranks`, or as in `@pytest.mark.mesh(data=2, model="rest")`."""
+    from pce_mpi.distributed.mesh import Mesh
+
     try:
-        comm = mpi().COMM_WORLD
+        from mpi4py import MPI
     except ImportError:
-        comm = None
+        comm: Any = None
+    else:
+        comm = MPI.COMM_WORLD
     size = 1 if comm is None else comm.size
     shape: dict[str, Any] = {**shape_of(request.node)} or {"ranks": size}
     known = math.prod(each for each in shape.values() if each != "rest")

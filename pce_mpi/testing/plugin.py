@@ -12,10 +12,9 @@ import sys
 
 import pytest
 
-from pce_mpi.comm.library import launcher_env, why_apart
-from pce_mpi.testing.controller import Controller
+from pce_mpi.comm.launcher import launcher_env, why_apart
 from pce_mpi.testing.fixtures import comm as comm, mesh as mesh, rank_tmp_path as rank_tmp_path
-from pce_mpi.testing.session import NAME, Orders, RankSession
+from pce_mpi.testing.orders import NAME, Orders
 from pce_mpi.testing.sizes import parse_sizes, select
 
 _LIMIT = 300.0
@@ -46,6 +45,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     plugins = early_config.pluginmanager
     if _is_rank and not plugins.has_plugin(NAME):
         from mpi4py import MPI
+
+        from pce_mpi.testing.session import RankSession
 
         if apart := why_apart(MPI.COMM_WORLD):
             raise pytest.UsageError(apart)
@@ -79,4 +80,6 @@ def pytest_configure(config: pytest.Config) -> None:
         )
     if getattr(option, "usepdb", False) and not _terminal:
         raise pytest.UsageError("--pdb with --ranks needs a terminal for standard input and output")
+    from pce_mpi.testing.controller import Controller
+
     config.pluginmanager.register(Controller(config, sizes, option.ranks_timeout, _terminal), "pce_mpi-controller")

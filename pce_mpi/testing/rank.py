@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from pce_mpi.comm.library import why_apart
+from pce_mpi.comm.launcher import why_apart
 from pce_mpi.jobs.guard import end_with_parent
 from pce_mpi.jobs.journal import begin
-from pce_mpi.testing.session import Orders, RankSession
+from pce_mpi.testing.orders import Orders
+from pce_mpi.testing.session import RankSession
 
 
 def main(folder: Path, ranks: int) -> None:

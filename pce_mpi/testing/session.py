@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 import faulthandler
 import fcntl
 import io
@@ -37,15 +36,13 @@ from pce_mpi.comm.program import program
 from pce_mpi.jobs.journal import Journal
 from pce_mpi.jobs.patience import Patience, slowdown
 from pce_mpi.testing.examples import keep_in_step
+from pce_mpi.testing.orders import NAME, STARTUP, Orders
 from pce_mpi.testing.sizes import at_size, select
 from pce_mpi.testing.verdict import Data, RanksFailure, blocks_of, exchange, own_stack
 from pce_mpi.text import bounded
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-# Seconds of `Patience` until the ranks have found their tests, in which they may import a framework.
-STARTUP = 120.0
 
 # A rank that failed may have left others inside a collective. It gives them so many seconds of `Patience` to get out,
 # or a part of the limit.
@@ -56,39 +53,6 @@ _TICK, _TOLD = 0.2, 2.0
 
 # Captured output of a phase beyond so many characters loses its middle.
 _MOST_OUTPUT = 100_000
-
-NAME = "pce_mpi-ranks"
-
-
-@dataclass(frozen=True)
-class Orders:
-    """The session that the ranks of a job run.
-
-    arguments   of the command line
-    sizes       that were asked for, of which this session is one
-    missing     those of them that cannot be run, and why
-    remaining   tests that sessions before this one, which a test has ended, have not begun; None for all
-    limit       seconds of `Patience` that a phase of a test may take
-    terminal    the terminal for --pdb
-    """
-
-    arguments: list[str]
-    sizes: list[int]
-    missing: str = ""
-    remaining: list[str] | None = None
-    limit: float = 300.0
-    terminal: str = ""
-
-    _NAME = "session.json"
-
-    def write(self, folder: Path) -> None:
-        """Write it for the ranks of a job."""
-        (folder / self._NAME).write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> Orders:
-        """Return what was written there."""
-        return cls(**json.loads((folder / cls._NAME).read_text(encoding="utf-8")))
 
 
 class RankSession:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,8 +14,6 @@ import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from pce_mpi.comm.errors import ranks_text
 from pce_mpi.jobs.patience import Patience
@@ -35,7 +34,7 @@ def exchange(comm: MPI.Comm, passed: bool, errors: int, wait: Callable[[float], 
 
     `wait` is told again and again for how many seconds of `Patience` other ranks have been missing; it may end the job.
     """
-    mine, of_all = np.array([passed, errors]), np.empty((comm.size, 2), int)
+    mine, of_all = array("q", [passed, errors]), array("q", [0, 0] * comm.size)
     arrivals = comm.Iallgather(mine, of_all)
     with _without_alarms():
         for _ in range(_YIELDS):
@@ -48,7 +47,7 @@ def exchange(comm: MPI.Comm, passed: bool, errors: int, wait: Callable[[float], 
                 patience.is_over()
                 wait(-patience.left)
                 time.sleep(max(_NAP, min(-patience.left, 1.0) / 100))  # a hundredth of the time is not much later
-    return bool(of_all[:, 0].all()), int(of_all[:, 1].max())
+    return all(of_all[::2]), max(of_all[1::2])
 
 
 @contextmanager

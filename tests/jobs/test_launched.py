@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jobs.launch import ROOT, job_environment
-from pce_mpi.comm.library import LauncherEnv, launcher_env, why_apart
+from pce_mpi.comm.launcher import LauncherEnv, launcher_env, why_apart
 from pce_mpi.jobs.patience import slowdown
 
 # The variables by which launchers tell a process of its job; those of the machine's own launcher are not to interfere.

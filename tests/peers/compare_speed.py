@@ -64,7 +64,7 @@ def main():
 def check_ranks(ranks):
     from mpi4py import MPI
 
-    from pce_mpi.comm.library import why_apart
+    from pce_mpi.comm.launcher import why_apart
 
     if apart := why_apart(MPI.COMM_WORLD, ranks):
         sys.exit(f"error: {apart}")

@@ -4,7 +4,7 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from pce_mpi.comm.library import launcher_env
+from pce_mpi.comm.launcher import launcher_env
 from pce_mpi.testing import in_step
 
 

@@ -22,7 +22,7 @@ from unittest import SkipTest
 import numpy as np
 
 from pce_mpi.comm.errors import text_by_rank
-from pce_mpi.comm.library import why_apart
+from pce_mpi.comm.launcher import why_apart
 from pce_mpi.conformance.candidates.fitting import problem_of, unmet_need
 from pce_mpi.conformance.candidates.loading import check_call
 from pce_mpi.conformance.candidates.offers import Offer, offer_of

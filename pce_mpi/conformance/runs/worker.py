@@ -34,7 +34,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pce_mpi.comm.library import why_apart
+from pce_mpi.comm.launcher import why_apart
 from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES, adapted, named_candidate
 from pce_mpi.conformance.candidates.loading import check_call, load
 from pce_mpi.conformance.candidates.offers import Offer, offer_of

@@ -1,0 +1,32 @@
+"""Packages whose public names are imported when the first of them is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+import sys
+
+
+def public_names(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package, for the names in `__all__` of its module `public` (PEP 562).
+
+    Commands and every pytest import a part of this package, and do not wait for the rest.
+    """
+
+    def get(name: str) -> object:
+        if name == "__all__" or not name.startswith("_"):
+            if find_spec(f"{package}.{name}"):
+                return import_module(f"{package}.{name}")
+            public = import_module(f"{package}.public")
+            if name in ("__all__", *public.__all__):
+                vars(sys.modules[package]).update(
+                    {each: getattr(public, each) for each in ("__all__", *public.__all__)}
+                )
+                return getattr(public, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *import_module(f"{package}.public").__all__})
+
+    return get, names
