@@ -17,8 +17,6 @@ endif
 other_mpi := $(filter-out $(MPI),mpich openmpi)
 other_cuda := $(filter-out $(CUDA),12 13)
 bin       := $(VENV)/bin
-# An environment in which Open MPI takes the place of MPICH, and everything else is that of $(VENV).
-beside    := $(VENV)/openmpi
 # Torch is large, and can be installed while other packages are; from `make test-peers` on it is on Python's path.
 torch     := $(VENV)/torch
 # One empty file for each set of packages that is installed, beside the packages themselves.
@@ -36,13 +34,14 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run check test test-openmpi test-kernels test-cupy test-gpu test-peers test-versions gallery soak lint docs dist wheels clean
+.PHONY: help run check test test-openmpi test-impi test-kernels test-cupy test-gpu test-peers test-versions gallery soak lint docs dist wheels clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
 	@echo 'make check         compare every option with the exact numbers, on 2 ranks (N=4: on 4)'
 	@echo 'make test          run every test at 1, 2, 3 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-openmpi  run what depends on the MPI library under Open MPI, which is installed beside MPICH'
+	@echo 'make test-impi     the same under Intel MPI'
 	@echo 'make test-kernels  compile the CUDA kernels for GPUs and run them on the CPU; needs no GPU, but g++'
 	@echo 'make test-cupy     run tests of CuPy arrays with CuPy itself on the CPU, at 1, 2 and 3 ranks (N=2: at 2 only)'
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
@@ -100,14 +99,14 @@ test: $(installed)/test
 	$(bin)/python tests/run.py $(if $(N),-n $(N))
 
 # Collectives, communicators, and ranks that fail.
-test-openmpi: $(installed)/test | $(beside)/bin/mpiexec
-	$(beside)/bin/python tests/run.py -n $(or $(N),3) $(addprefix tests/ranks/test_,$(addsuffix .py,\
+test-openmpi test-impi: test-%: $(installed)/test | $(VENV)/%/bin/mpiexec
+	$(VENV)/$*/bin/python tests/run.py -n $(or $(N),3) $(addprefix tests/ranks/test_,$(addsuffix .py,\
 		collectives staging mesh redistribute ranks_that_diverge))
-	$(beside)/bin/python tests/run.py tests/jobs/test_digests.py -k 'ranks and 3'
-	$(beside)/bin/python tests/run.py tests/jobs/test_equal_training.py -k 'mesh and 3'
-	$(beside)/bin/python tests/run.py tests/jobs/test_faulty_tests.py -k \
+	$(VENV)/$*/bin/python tests/run.py tests/jobs/test_digests.py -k 'ranks and 3'
+	$(VENV)/$*/bin/python tests/run.py tests/jobs/test_equal_training.py -k 'mesh and 3'
+	$(VENV)/$*/bin/python tests/run.py tests/jobs/test_faulty_tests.py -k \
 		'fault_names and (abort or before or exit or kill or loop_in_python or skip_on)'
-	$(beside)/bin/python tests/run.py tests/jobs/test_failing_ranks.py -k 'never_arrives and later or killed'
+	$(VENV)/$*/bin/python tests/run.py tests/jobs/test_failing_ranks.py -k 'never_arrives and later or killed'
 
 test-kernels: $(installed)/kernels-$(CUDA)
 	$(bin)/python tests/run.py tests/kernels $(addprefix tests/jobs/test_gpus.py::test_,$(beside_cupy))
@@ -247,12 +246,13 @@ $(installed)/gpu-$(CUDA): $(installed)/test
 	$(bin)/python -m pip install --quiet 'pce_mpi[cuda$(CUDA)]'
 	touch $@ $(installed)/kernels-$(CUDA)
 
-$(beside)/bin/mpiexec: | $(bin)/pip
-	rm -rf $(beside)
-	$(bin)/python -m venv --without-pip $(beside)
-	$(bin)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > $(beside)/rest.pth
-	mv $(beside)/rest.pth $(beside)/lib/python*/site-packages
-	$(bin)/python -m pip --python $(beside)/bin/python install --quiet openmpi
+# An environment in which another MPI takes the place of MPICH, and everything else is that of $(VENV).
+$(VENV)/openmpi/bin/mpiexec $(VENV)/impi/bin/mpiexec: $(VENV)/%/bin/mpiexec: | $(bin)/pip
+	rm -rf $(VENV)/$*
+	$(bin)/python -m venv --without-pip $(VENV)/$*
+	$(bin)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > $(VENV)/$*/rest.pth
+	mv $(VENV)/$*/rest.pth $(VENV)/$*/lib/python*/site-packages
+	$(bin)/python -m pip --python $(VENV)/$*/bin/python install --quiet $(patsubst impi,impi-rt,$*)
 
 $(installed)/peers: $(installed)/test | $(torch)
 	printf '%s\n' $(abspath $(torch))/lib*/python*/site-packages > $(torch)/torch.pth
