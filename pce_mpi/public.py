@@ -66,19 +66,21 @@ from pce_mpi.loss import (
 )
 from pce_mpi.ops.arithmetic import (
     add as add,
+    clip as clip,
     divide as divide,
     floor_divide as floor_divide,
+    maximum as maximum,
+    minimum as minimum,
     multiply as multiply,
     power as power,
     remainder as remainder,
     subtract as subtract,
+    where as where,
 )
 from pce_mpi.ops.attention import scaled_dot_product_attention as scaled_dot_product_attention
 from pce_mpi.ops.broadcasting import broadcast_to as broadcast_to, sum as sum
-from pce_mpi.ops.chosen import take_classes as take_classes
+from pce_mpi.ops.classes import argmax as argmax, nucleus as nucleus, take_classes as take_classes, top_k as top_k
 from pce_mpi.ops.custom import op as op
-from pce_mpi.ops.divergence import kl_divergence as kl_divergence
-from pce_mpi.ops.einsum import einsum as einsum
 from pce_mpi.ops.elementwise import (
     abs as abs,
     cos as cos,
@@ -96,14 +98,23 @@ from pce_mpi.ops.elementwise import (
 )
 from pce_mpi.ops.embedding import embedding as embedding
 from pce_mpi.ops.joining import concatenate as concatenate, split as split, stack as stack
-from pce_mpi.ops.largest import argmax as argmax, top_k as top_k
-from pce_mpi.ops.linear_loss import linear_cross_entropy as linear_cross_entropy
-from pce_mpi.ops.linear_statistics import linear_class_statistics as linear_class_statistics
-from pce_mpi.ops.loss import cross_entropy as cross_entropy, mse as mse
-from pce_mpi.ops.matmul import matmul as matmul
+from pce_mpi.ops.losses import (
+    cross_entropy as cross_entropy,
+    kl_divergence as kl_divergence,
+    linear_cross_entropy as linear_cross_entropy,
+    mse as mse,
+)
 from pce_mpi.ops.normalization import layer_norm as layer_norm, rms_norm as rms_norm
-from pce_mpi.ops.reductions import cumsum as cumsum, logsumexp as logsumexp, max as max, mean as mean, min as min
-from pce_mpi.ops.selection import clip as clip, maximum as maximum, minimum as minimum, where as where
+from pce_mpi.ops.products import einsum as einsum, matmul as matmul
+from pce_mpi.ops.reductions import (
+    cumsum as cumsum,
+    logsumexp as logsumexp,
+    max as max,
+    mean as mean,
+    min as min,
+    std as std,
+    var as var,
+)
 from pce_mpi.ops.shape import (
     expand_dims as expand_dims,
     reshape as reshape,
@@ -112,9 +123,10 @@ from pce_mpi.ops.shape import (
     transpose as transpose,
 )
 from pce_mpi.ops.softmax import log_softmax as log_softmax, softmax as softmax
-from pce_mpi.ops.statistics import class_statistics as class_statistics
-from pce_mpi.ops.truncation import nucleus as nucleus
-from pce_mpi.ops.variance import std as std, var as var
+from pce_mpi.ops.statistics import (
+    class_statistics as class_statistics,
+    linear_class_statistics as linear_class_statistics,
+)
 from pce_mpi.optim.clipping import clip_grad_norm as clip_grad_norm
 from pce_mpi.optim.optimizers import SGD as SGD, AdamW as AdamW
 from pce_mpi.optim.schedules import cosine_schedule as cosine_schedule, linear_schedule as linear_schedule

@@ -15,10 +15,10 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 25_179,
+    "package, Python": 25_063,
     "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_960,
-    "package, files of Python": 232,
+    "package, lines of docstrings": 8_949,
+    "package, files of Python": 218,
     "tests, Python": 36_501,
 }
 

@@ -14,7 +14,14 @@ from typing import Any, Unpack
 
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.agreement import prepare
-from pce_mpi.loss.chosen import ChosenResiduals, take_classes, take_classes_backward, take_classes_forward
+from pce_mpi.loss.classes import (
+    ChosenResiduals,
+    argmax,
+    take_classes,
+    take_classes_backward,
+    take_classes_forward,
+    top_k,
+)
 from pce_mpi.loss.divergence import (
     DivergenceResiduals,
     kl_divergence,
@@ -22,15 +29,16 @@ from pce_mpi.loss.divergence import (
     kl_divergence_forward,
     kl_divergence_value_and_grad,
 )
-from pce_mpi.loss.largest import argmax, top_k
-from pce_mpi.loss.linear import LinearValueAndGrad, linear_cross_entropy_value_and_grad
-from pce_mpi.loss.linear_statistics import (
+from pce_mpi.loss.linear import (
     LinearGradients,
     LinearStatisticsResiduals,
+    LinearValueAndGrad,
     linear_class_statistics,
     linear_class_statistics_backward,
     linear_class_statistics_forward,
+    linear_cross_entropy_value_and_grad,
 )
+from pce_mpi.loss.nucleus import Nucleus
 from pce_mpi.loss.options import LossOptions, Options, takes
 from pce_mpi.loss.passes import Residuals, forward, value_and_grad, write_gradient
 from pce_mpi.loss.problem import upstream_of
@@ -42,7 +50,6 @@ from pce_mpi.loss.statistics import (
     class_statistics_forward,
 )
 from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
-from pce_mpi.loss.truncation import Nucleus
 
 __all__ = [
     "ChosenResiduals",

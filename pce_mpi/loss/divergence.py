@@ -85,7 +85,7 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
     0.0
     """
     with standard_arithmetic():
-        return divergence_of(prepare(_checked("kl_divergence", options), student, teacher))[0]
+        return divergence_of(prepare_divergence(_checked("kl_divergence", options), student, teacher))[0]
 
 
 @dataclass(eq=False, repr=False)
@@ -153,7 +153,7 @@ def kl_divergence_forward(
     array([[-0.25,  0.25]])
     """
     with standard_arithmetic():
-        return divergence_of(prepare(_checked("kl_divergence_forward", options), student, teacher))
+        return divergence_of(prepare_divergence(_checked("kl_divergence_forward", options), student, teacher))
 
 
 @tensors_on_this_rank
@@ -256,7 +256,7 @@ def kl_divergence_value_and_grad(
     """
     checked = _checked("kl_divergence_value_and_grad", options, "out")
     with standard_arithmetic():
-        problem = prepare(checked, student, teacher, out=out, with_gradient=True)
+        problem = prepare_divergence(checked, student, teacher, out=out, with_gradient=True)
         divergence, residuals = divergence_of(problem)
         _write_gradient(problem.out, residuals, np.ones(1), True)
     return divergence, problem.out if out is None else out
@@ -279,7 +279,7 @@ def _checked(function: str, options: ShardedDivergenceOptions, *own: str) -> Opt
     return Options.of(function, options, ShardedDivergenceOptions, *own)
 
 
-def prepare(options: Options, student: Any, teacher: Any, **more: Any) -> Problem:
+def prepare_divergence(options: Options, student: Any, teacher: Any, **more: Any) -> Problem:
     """Check the arguments on this rank, and agree on the call with the others."""
     return agree_on(options, partial(_check, options, student, teacher, **more))
 

@@ -1,26 +1,44 @@
-"""Statistics of each row's softmax, and the gradient of the logits from those of the statistics."""
+"""Statistics of each row's softmax, over all classes or a support, and the gradient of the logits from theirs.
+
+Each rank copies its members of every row's support into an array (rows, most members of a row), filled up with -inf,
+which adds nothing to any sum. The loops run on that as they do on the logits of all classes. The states number a member
+by the shard's first class plus its column there: numbers that are in the order of the classes, as ties need them.
+
+The states of rows hold one target at most. The logits of several come by an exchange of their own, and their
+log-probabilities follow from the merged states as that of one target does.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
 import math
 from typing import Any, NamedTuple, Unpack
 import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import as_array
+from pce_mpi.arrays import array_namespace, as_array, cupy_of, is_true
 from pce_mpi.hollow import Hollow
-from pce_mpi.kernels import standard_arithmetic
-from pce_mpi.kernels.chosen import bits_of
-from pce_mpi.kernels.softmax_state import RowSoftmax, StateFields
+from pce_mpi.kernels import converted, standard_arithmetic
+from pce_mpi.kernels.chosen import bits_of, nought_of
+from pce_mpi.kernels.parameters import ClassWeights
+from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 from pce_mpi.loss.agreement import agree_on
-from pce_mpi.loss.chosen import by_row, check_several, fits_several, in_shape, upstream_of_several
+from pce_mpi.loss.classes import (
+    all_logits,
+    by_row,
+    check_several,
+    columns_of,
+    fits_several,
+    in_shape,
+    upstream_of_several,
+)
 from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
-from pce_mpi.loss.problem import LARGEST, Problem, check, target_text, upstream_of
-from pce_mpi.loss.several import SeveralTargets, without_targets
-from pce_mpi.loss.support import Members, Outside, Support, checked_support
+from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, target_text, upstream_of
 from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 
 Array = Any  # numpy.ndarray or cupy.ndarray
@@ -317,3 +335,248 @@ def _check(options: Options, logits: Any, targets: Any) -> tuple[Problem, Suppor
             which = target_text(problem.targets, problem.targets_shape, missing[0])
             raise ValueError(f"{which} is outside the support of its row; outside='-inf' or 'add' gives that a meaning")
     return problem, support
+
+
+HostArray = np.ndarray[Any, Any]
+
+
+def without_targets(problem: Problem) -> Problem:
+    """Return the problem of the same rows without targets."""
+    every = np.ones(math.prod(problem.rows_shape), np.bool_)
+    counted = None if cupy_of(problem.logits) is not None else every
+    return replace(problem, targets=None, target_column=None, valid=every, all_valid=True, counted=counted)
+
+
+@dataclass(eq=False)
+class SeveralTargets:
+    """The `classes` of the targets, (rows, targets of a row) on the host, and their `columns` in this shard's logits.
+
+    `valid` are those that count, `absent` those of them that are outside the support, and `is_largest` those that are
+    the largest class of their row.
+    """
+
+    classes: HostArray
+    columns: HostArray
+    valid: HostArray
+    absent: HostArray | None
+    is_largest: Array = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, problem: Problem, members: Members | None) -> SeveralTargets:
+        """Return the targets of `problem`, with their columns in the logits of `members` if there is a support."""
+        classes, valid = by_row(problem.targets, problem), by_row(problem.valid, problem)
+        if members is None:
+            return cls(classes, columns_of(problem), valid, None)
+        columns, absent = members.columns_of(classes, valid)
+        return cls(classes, columns, valid, absent)
+
+    def log_probs(self, problem: Problem, softmax: RowSoftmax, argmax: Array) -> Array:
+        """Return the log-probabilities; collective over the class communicator, as `all_logits`.
+
+        `problem` is that of the classes that the softmax is taken over, and `argmax` has their largest.
+        """
+        xp, chosen = problem.xp, all_logits(problem, self.columns)
+        self.is_largest = xp.asarray(self.classes) == argmax[:, None]
+        if self.absent is not None and is_true(self.absent.any()):
+            bits_of(chosen)[xp.asarray(self.absent)] = nought_of(chosen.dtype)
+        given = chosen, xp.asarray(self.valid), problem.transform, problem.options.compute_dtype
+        return problem.kernel.target_log_probs(softmax.columns, *given)
+
+    def write_gradient(
+        self, array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields, upstream: Mapping[str, Array]
+    ) -> None:
+        """Fill `array` as `write_statistics_gradient` does; the upstream `log_prob` is (rows, targets of a row).
+
+        With g_k the gradients of the log-probabilities, theirs is sum_k g_k ([c = t_k] - p_c). That of the largest
+        class h is S (1 - p_h) - R p_h with the sums S of the g_k that are on it and R of the others: nothing cancels if
+        p_h is close to 1. Other targets are written once more, each with the sum of its own g_k.
+        """
+        xp, kernel, axis, count = problem.xp, problem.kernel, problem.options.axis, self.columns.size
+        # They are taken first, as `array` may be the logits.
+        logits = kernel.taken(problem.logits, axis, self.columns).view(problem.logits.dtype).reshape(count, 1, 1)
+        g = xp.where(xp.asarray(self.valid), upstream["log_prob"], 0.0)
+        on_largest, on_others = (_in_order(xp.where(here, g, 0.0)) for here in (self.is_largest, ~self.is_largest))
+        logsumexp = xp.asarray(converted(upstream["logsumexp"], np.float64)) - on_others
+        as_one = replace(problem, target_column=softmax.argmax.view(np.int64) - problem.class_start)
+        given = {"log_prob": on_largest, "entropy": upstream["entropy"], "logsumexp": logsumexp}
+        rows = write_statistics_gradient(array, as_one, softmax, fields, given)
+        # A row of the gradient for each target, with one logit.
+        shape = *self.columns.shape, rows.shape[1]
+        each = xp.broadcast_to(rows[:, None], shape).reshape(count, shape[2]).copy()
+        whole, is_largest = each.view(np.int64), self.is_largest.reshape(-1)
+        whole[:, ROW_GRADIENT["column"]] = xp.where(is_largest, 0, -1)
+        whole[:, ROW_GRADIENT["target"]] = xp.where(is_largest, -1, 0)
+        own = kernel.sums_of_equal(self.classes, g).reshape(-1)
+        whole[:, ROW_GRADIENT["valid"]] |= own != 0.0
+        each[:, ROW_GRADIENT["target_gradient"]] = problem.transform.scale * own
+        found = xp.empty(logits.shape, array.dtype)
+        call = {"weights": ClassWeights(), "transform": problem.transform, "precision": problem.precision}
+        kernel.write_gradient(found, logits, each, fields, **call)
+        kernel.put(array, axis, self.columns, found.reshape(self.columns.shape))
+
+
+def _in_order(values: Array) -> Array:
+    """Return the sum of each row, added from the first to the last."""
+    total = array_namespace(values).zeros(len(values))
+    for place in range(values.shape[1]):
+        total = total + values[:, place]
+    return total
+
+
+class Outside(StrEnum):
+    """The meaning of a target outside its support: an error, a probability of 0, or one more class of the support."""
+
+    RAISE = "raise"
+    NOUGHT = "-inf"
+    ADD = "add"
+
+    @classmethod
+    def named(cls, name: Any) -> Outside:
+        if not isinstance(name, str) or name not in list(cls):
+            raise ValueError(f"outside must be 'raise', '-inf' or 'add', got {name!r}")
+        return cls(name)
+
+
+def checked_support(support: Any, rows: int) -> tuple[HostArray, HostArray]:
+    """Return the ids and the offsets of a support of so many rows, on the host."""
+    pair = [support.ids, support.offsets] if hasattr(support, "offsets") else support  # a Nucleus has masses besides
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError(f"support must be a pair (ids, offsets), or what nucleus gives, got {type(support).__name__}")
+    names = "ids of the support", "offsets of the support"
+    arrays = [as_array(part, name) for part, name in zip(pair, names, strict=True)]
+    for name, array in zip(names, arrays, strict=True):
+        if (array.size and array.dtype.kind not in "iu") or array.ndim != 1:
+            raise TypeError(f"{name} must be integers with one axis, got {array.dtype} of {array.shape}")
+        if type(array) is Hollow:
+            raise TypeError(f"{name} must have elements, got a hollow array")
+    ids, offsets = (class_numbers_of(array, name) for array, name in zip(arrays, names, strict=True))
+    if len(offsets) != rows + 1:
+        raise ValueError(f"offsets of the support must be one more than the rows, {rows + 1}, got {len(offsets)}")
+    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if falls.size:
+        before, after = offsets[falls[0] : falls[0] + 2]
+        raise ValueError(f"offsets of the support must not fall, got {before} and then {after} after row {falls[0]}")
+    if offsets[0] != 0 or offsets[-1] != len(ids):
+        ends = f"{offsets[0]} to {offsets[-1]}"
+        raise ValueError(f"offsets of the support must go from 0 to the {len(ids)} ids, got {ends}")
+    return ids, offsets
+
+
+@dataclass(eq=False)
+class Support:
+    """The members of each row, on the host: `keys`, in rising order, are row * span + class."""
+
+    rows: int
+    span: int
+    keys: HostArray
+
+    @classmethod
+    def of(
+        cls, ids: HostArray, offsets: HostArray, numbers: HostArray, more: HostArray | None = None
+    ) -> Support | None:
+        """Return the support of the rows with these `numbers`; `more` are (row, class) pairs to be added if missing.
+
+        None if some class cannot exist, which the agreement of the ranks tells.
+        """
+        extra = np.empty((2, 0), np.int64) if more is None else more
+        lowest, highest = (int(f(np.concatenate([ids, extra[1]]), initial=0)) for f in (np.min, np.max))
+        rows, span = len(numbers), highest + 1
+        if lowest < 0 or span * max(1, rows) >= 2**62:
+            return None
+        place = np.full(len(offsets) - 1, -1)
+        place[numbers] = np.arange(rows)
+        row = np.repeat(place, np.diff(offsets))
+        keys = row * span + ids
+        if rows < len(place):
+            keys = keys[row >= 0]
+        if (keys[1:] <= keys[:-1]).any():
+            keys = np.sort(keys)
+            twice = np.flatnonzero(keys[1:] == keys[:-1])
+            if twice.size:
+                where, number = divmod(int(keys[twice[0]]), span)
+                raise ValueError(f"the support of row {numbers[where]} has class {number} twice")
+        if extra.size:
+            keys = np.union1d(keys, extra[0] * span + extra[1])
+        return cls(rows, span, keys)
+
+    def place_of(self, classes: HostArray) -> tuple[HostArray, HostArray]:
+        """Return the places of (rows, several) classes among all members, and which of them are members."""
+        if type(classes) is Hollow:
+            return classes, classes >= 0
+        keys = np.arange(self.rows)[:, None] * self.span + classes
+        places = np.searchsorted(self.keys, keys)
+        # A number below the first key is that of no member.
+        found = np.append(self.keys, -1)[places] == keys
+        return places, found & (classes >= 0) & (classes < self.span)
+
+    @cached_property
+    def first(self) -> HostArray:
+        """The place of each row's first member, (rows,)."""
+        return np.searchsorted(self.keys, np.arange(self.rows) * self.span)
+
+
+@dataclass(eq=False)
+class Members:
+    """The members that this shard has: their `columns` in it, (rows, most members of a row), -1 after the last one.
+
+    `inner` is the problem of these alone, with the logits (rows, most members of a row).
+    """
+
+    support: Support
+    columns: HostArray
+    first: HostArray
+    inner: Problem
+
+    @classmethod
+    def of(cls, support: Support, problem: Problem) -> Members:
+        start, axis = problem.class_start, problem.options.axis
+        own = np.arange(support.rows) * support.span
+        skipped, end = (
+            np.searchsorted(support.keys, own + min(c, support.span)) for c in (start, start + problem.classes)
+        )
+        counts = end - skipped
+        places = np.arange(counts.max(initial=0))
+        member = np.minimum(skipped[:, None] + places, len(support.keys) - 1)
+        columns = np.where(places < counts[:, None], support.keys[member] - (own + start)[:, None], -1)
+        dtype = problem.logits.dtype
+        logits = problem.kernel.taken(problem.logits, axis, columns, nought_of(dtype)).view(dtype)
+        inner = replace(
+            problem,
+            options=problem.options.with_checked({"axis": 1}, None),
+            logits=logits,
+            rows_shape=logits.shape[:1],
+            classes=logits.shape[1],
+        )
+        return cls(support, columns, skipped, inner)
+
+    def columns_of(self, classes: HostArray, valid: HostArray) -> tuple[HostArray, HostArray]:
+        """Return the columns of (rows, several) classes in the logits of `inner`, and which valid ones are no members.
+
+        A class that is not valid, or no member of this shard, has the column -1.
+        """
+        places, found = self.support.place_of(classes)
+        columns = places - self.first[:, None]
+        here = found & valid & (columns >= 0) & (columns < self.counts)
+        return np.where(here, columns, -1), valid & ~found
+
+    @cached_property
+    def counts(self) -> HostArray:
+        """The number of this shard's members of each row, (rows, 1)."""
+        return (self.columns >= 0).sum(axis=1, keepdims=True)
+
+    def classes_of(self, numbers: Array, largest: Array) -> Array:
+        """Return the classes of members from their numbers in states, (rows,).
+
+        A row whose `largest` logit is -inf has its lowest class, or -1 if its support is empty.
+        """
+        if type(numbers) is Hollow:
+            return numbers
+        support, xp = self.support, self.inner.xp
+        starts = np.unique([start for start, count in zip(*self.inner.shards, strict=False) if count])
+        keys, last = np.append(support.keys, -1), np.append(support.first[1:], len(support.keys))
+        own = np.arange(support.rows) * support.span
+        lowest = np.where(support.first < last[: support.rows], keys[support.first] - own, -1)
+        keys, starts, own, lowest = map(xp.asarray, (keys, starts, own, lowest))
+        start = starts[xp.searchsorted(starts, numbers, side="right") - 1]
+        places = xp.searchsorted(keys[:-1], own + start) + (numbers - start)
+        return xp.where(largest == -np.inf, lowest, keys[xp.clip(places, 0, len(keys) - 1)] - own)

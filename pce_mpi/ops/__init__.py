@@ -6,8 +6,8 @@ from pce_mpi.autograd.gradients import backward_from
 from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.ops.arithmetic import add
 from pce_mpi.ops.custom import call_function, call_ufunc
-from pce_mpi.ops.einsum import einsum
 from pce_mpi.ops.joining import getitem
+from pce_mpi.ops.products import einsum
 from pce_mpi.ops.redistribution import redistribute
 
 # Those that are called otherwise than they are defined.

@@ -18,9 +18,9 @@ from pce_mpi.autograd.rules import Rule
 from pce_mpi.comm.doors import telling
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.operators import OPERATIONS
-from pce_mpi.ops.einsum import einsum
+from pce_mpi.ops.classes import argmax
 from pce_mpi.ops.elementwise import abs
-from pce_mpi.ops.largest import argmax
+from pce_mpi.ops.products import einsum
 from pce_mpi.ops.reductions import max, min
 from pce_mpi.ops.shape import reshape, swapaxes
 

@@ -21,8 +21,8 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
 from pce_mpi.kernels import layer_loops
 from pce_mpi.ops.elementwise import astype, widened
+from pce_mpi.ops.reductions import deviations, in_float64, sums
 from pce_mpi.ops.shape import normalized_axis, reshape
-from pce_mpi.ops.variance import deviations, in_float64, sums
 from pce_mpi.validation import real
 
 Array = Any  # numpy.ndarray or cupy.ndarray

@@ -6,7 +6,7 @@ import pytest
 
 from pce_mpi.arrays import to_host
 from pce_mpi.kernels import gemm
-from pce_mpi.loss import products
+from pce_mpi.loss import chunks
 
 ROWS, FEATURES, CLASSES = 23, 5, 41
 pytestmark = pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__)
@@ -35,8 +35,8 @@ def products_of(cupy, hidden, w, dlogits, rounded=False):
     results += [cupy.asarray(np.zeros(hidden.shape, np.float32)), cupy.asarray(np.ones(w.shape, np.float32))]
     if gemm.takes(w):
         hidden, w = gemm.readable(hidden), gemm.readable(w)
-    products.multiply(hidden, w, results[0])
-    products.add_gradients(hidden, w, cupy.asarray(dlogits), *results[1:], rounded)
+    chunks.multiply(hidden, w, results[0])
+    chunks.add_gradients(hidden, w, cupy.asarray(dlogits), *results[1:], rounded)
     return [to_host(result) for result in results]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import dense
-from pce_mpi.loss import chunks, products
+from pce_mpi.loss import chunks
 from ranks.grids import mesh_of
 
 # One rank alone, and shards of several lengths.
@@ -64,7 +64,7 @@ def test_loss_and_gradients_are_those_of_oracle(comm, name, chunk):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
 def test_logits_of_halves_are_float32(comm, monkeypatch, dtype):
-    monkeypatch.setattr(products, "_BLOCK", 3 * FEATURES)  # several blocks of columns
+    monkeypatch.setattr(chunks, "_BLOCK", 3 * FEATURES)  # several blocks of columns
     hidden, w, targets = problem(dtype)
     expected = exact(hidden, w, targets)
     loss, dhidden, dw, _, mine = run(comm, hidden, w, targets, chunk=8)
@@ -216,7 +216,7 @@ def test_wrong_call_on_the_tape_raises(comm, change, error, text):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("name", ["plain", "weights and smoothing", "bias"])
 def test_cupy_arrays_have_loss_of_their_products(comm, cupy, monkeypatch, name, dtype):
-    monkeypatch.setattr(products, "_COLUMNS_ON_GPU", 3)  # several blocks of columns
+    monkeypatch.setattr(chunks, "_COLUMNS_ON_GPU", 3)  # several blocks of columns
     hidden, w, targets = problem(dtype)
     mine = slice(*pce.shard_range(CLASSES, comm.size, comm.rank))
     given = cupy.asarray(hidden), cupy.asarray(w)[:, mine], cupy.asarray(targets)

@@ -11,7 +11,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard, dense
-from pce_mpi.loss import chunks, products
+from pce_mpi.loss import chunks
 from ranks.grids import mesh_of, squarest
 
 # One rank alone, and shards of several lengths.
@@ -102,7 +102,7 @@ def test_statistics_have_bits_of_those_of_logits(comm):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
 def test_gradients_of_halves_are_rounded_once(comm, monkeypatch, dtype):
-    monkeypatch.setattr(products, "_BLOCK", 3 * FEATURES)  # several blocks of columns
+    monkeypatch.setattr(chunks, "_BLOCK", 3 * FEATURES)  # several blocks of columns
     hidden, w, targets, upstream = problem(dtype)
     expected, gradients = oracle(hidden, w, targets, upstream)
     found, got = run(comm, hidden, w, targets, upstream, chunk=8)
@@ -233,7 +233,7 @@ def test_residuals_of_another_function_are_refused():
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("name", ["plain", "softcap", "bias"])
 def test_cupy_arrays_have_statistics_of_their_products(comm, cupy, monkeypatch, name, dtype):
-    monkeypatch.setattr(products, "_COLUMNS_ON_GPU", 3)  # several blocks of columns
+    monkeypatch.setattr(chunks, "_COLUMNS_ON_GPU", 3)  # several blocks of columns
     hidden, w, targets, upstream = problem(dtype)
     mine, options = mine_of(comm), dict(CALLS[name])
     bias = options.pop("bias", None)

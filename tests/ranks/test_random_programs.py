@@ -23,7 +23,7 @@ import pce_mpi as pce
 from pce_mpi import DistArray, Mesh, Partial, Replicate, Shard, from_local
 from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.hollow import hollow
-from pce_mpi.ops import selection
+from pce_mpi.ops import arithmetic
 from pce_mpi.testing.gradients import normal_numbers
 from ranks import op_cases
 from ranks.grids import NAMES, Array, factorizations, local_of, mesh_of, spread
@@ -540,9 +540,9 @@ def test_random_programs_are_those_of_numpy(comm, impatient, ndim):
 
 @pytest.mark.ranks(2)  # a vjp is wrong at any size
 def test_planted_vjp_is_found(comm, monkeypatch):
-    right = selection._WHERE
+    right = arithmetic._WHERE
     wrong = [rule and (lambda *given, rule=rule, **named: rule(*given, **named) * 1.001) for rule in right.vjps]
-    monkeypatch.setattr(selection, "_WHERE", replace(right, vjps=wrong))
+    monkeypatch.setattr(arithmetic, "_WHERE", replace(right, vjps=wrong))
     mesh = mesh_of(comm, comm.size)
     programs = (program_of(seed, mesh) for seed in range(1000))
     faults = (text_of_faults(comm, program, mesh) for program in programs if "where(" in program)

@@ -20,8 +20,8 @@ from pce_mpi.conformance.problems.problem import Array
 from pce_mpi.conformance.problems.tolerances import coarsest
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss import class_statistics
+from pce_mpi.loss.nucleus import Limits, nucleus_of
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.truncation import Limits, nucleus_of
 
 # The options of the second recording that have a part.
 _READ = {"logits_dtype", "logit_scale", "num_classes", *Limits._fields}

@@ -1,31 +1,188 @@
-"""Sets of classes over all shards: for each row, the logits that are at least a value, on the host and on a GPU.
+"""The classes that top-k, top-p and min-p leave, over the classes of all shards, without gathering a logit.
 
-A set has the number of its classes and their softmax state, which ranks merge.
+Each of the three keeps a prefix of a row's classes in the order of their logits, the largest first, so that a threshold
+describes the set. It is found bit by bit, from the highest bit of a logit to the lowest: is the set of the logits that
+are at least so large enough? In each round the ranks merge the number of these classes and their mass, the softmax
+state of the set, 48 bytes a row: 16 rounds for halves, 32 for float32, 64 for float64. Rounds of two bits, with three
+sets each, would be half as many and send 1.5 times as many bytes; histograms of eight bits 32 times as many. For 2048
+rows of float32 on two ranks they took 14 ms, 26 ms and 0.9 s. A mass is an integer on the grid of the row's largest
+logit, so that the question whether it is p times another one has one answer.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pce_mpi.arrays import cupy_of, to_host
-from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.collectives import all_gather, all_reduce
 from pce_mpi.comm.tracing import cause
+from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.chosen import bits_of, nought_of
-from pce_mpi.kernels.elementary import Precision
+from pce_mpi.kernels.elementary import Precision, log, log1p
 from pce_mpi.kernels.parameters import Transform
 from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.options import Options, check_scale_is_near
 from pce_mpi.loss.passes import Merge
-from pce_mpi.loss.problem import Problem, rows_and_classes
+from pce_mpi.loss.problem import Problem, check, rows_and_classes
+from pce_mpi.validation import integer, real
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
+
+_ALL = np.iinfo(np.int64).max
+
+
+class Nucleus(NamedTuple):
+    """The classes that are kept, and their mass; those of row r are `ids[offsets[r]:offsets[r + 1]]`.
+
+    Attributes
+    ----------
+    ids : array of int64
+        Global class numbers, ascending in each row.
+    offsets : array of int64
+        (rows + 1,), over the rows of the logits, flattened without the class axis.
+    mass : array
+        The sum of the probabilities of the classes that are kept, in the softmax over all classes; shaped as the logits
+        without the class axis, in the compute dtype.
+    log_mass : array
+        Its logarithm, which keeps its digits where the mass is close to 1.
+    """
+
+    ids: Array
+    offsets: Array
+    mass: Array
+    log_mass: Array
+
+
+class Limits(NamedTuple):
+    """The limits of a set, as the caller gives them."""
+
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+    def checked(self) -> Limits:
+        """Return the limits as Python's numbers, None for one that takes no class away."""
+        top_k = None if self.top_k is None else integer(self.top_k, "top_k")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {top_k}")
+        top_p = 1.0 if self.top_p is None else real(self.top_p, "top_p")
+        if not 0.0 < top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+        min_p = 0.0 if self.min_p is None else real(self.min_p, "min_p")
+        if not 0.0 <= min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {min_p}")
+        return Limits(top_k, None if top_p == 1.0 else top_p, min_p or None)
+
+
+def nucleus_of(options: Options, logits: Any, limits: Limits) -> Nucleus:
+    """Return the result of `nucleus`; collective over `options.comm`, in a block `with standard_arithmetic()`."""
+    problem = agree_on(options, partial(_check, options, logits, limits))
+    with np.errstate(all="ignore"):
+        shard = shard_of(problem)
+        kept = _kept(shard, limits.checked(), problem.precision)
+        bad, inside = kept.mass == 0, np.maximum(kept.mass, 1)
+        mass = np.where(bad, np.nan, (inside / np.maximum(kept.total, 1)).astype(np.float64))
+        log_mass = np.where(bad, np.nan, 0.0 - log1p(((kept.total - inside) / inside).astype(np.float64)))
+    masses = [each.astype(problem.options.compute_dtype).reshape(problem.rows_shape) for each in (mass, log_mass)]
+    return Nucleus(*map(problem.xp.asarray, (*_gathered(shard, kept), *masses)))
+
+
+def _check(options: Options, logits: Any, limits: Limits) -> Problem:
+    limits = limits.checked()
+    problem = check(options, logits, None, needs_targets=False)
+    check_scale_is_near(problem.options)
+    if type(problem.logits) is Hollow:
+        raise TypeError("nucleus takes no hollow arrays: how many classes are kept depends on elements")
+    problem.also = limits._asdict()
+    return problem
+
+
+class _Kept(NamedTuple):
+    """The set of each row: logits above `value`, and the first `tied` of the classes whose logit is equal to it.
+
+    `value` is nan in rows that keep nothing. Masses are Python's integers, in units of the row's grid: that of the set,
+    and of all classes.
+    """
+
+    value: HostArray
+    tied: HostArray
+    mass: HostArray
+    total: HostArray
+
+
+def _kept(shard: Shard, limits: Limits, precision: Precision) -> _Kept:
+    """Find the set of each row; collective over `options.comm`."""
+    everything, nothing = shard.of(shard.least), shard.nothing
+    top, total = everything["state"]["top"], mass_of(everything, precision)
+    value, found = shard.least, everything
+    if limits.top_k is not None:
+        value, found, _ = shard.search(shard.of, lambda a: a["count"] >= limits.top_k, everything, nothing)
+    mass, tied = mass_of(found, precision), np.full(len(value), _ALL)
+    if limits.top_p is not None:
+        numerator, denominator = limits.top_p.as_integer_ratio()
+        needed = -(-numerator * mass // denominator)
+        value, found, above = shard.search(
+            shard.of, lambda a: (mass_of(a, precision) >= needed).astype(np.bool_), found, nothing
+        )
+        less, ties = mass_of(above, precision), np.maximum(found["count"] - above["count"], 1)
+        each = np.maximum((mass_of(found, precision) - less) // ties, 1)
+        tied = -((less - needed) // each)
+        mass, tied = less + tied * each, tied.astype(np.int64)
+    if limits.min_p is not None:
+        distance = float(log(np.array([limits.min_p]))[0]) / shard.problem.options.logit_scale
+        _, _, least = shard.search(lambda a: a, lambda a: a - top < distance, value, value)
+        is_less, value = least > value, np.maximum(least, value)
+        mass = np.where(is_less, mass_of(shard.of(value), precision), mass)
+        tied = np.where(is_less, _ALL, tied)
+    bad = ~np.isfinite(top)
+    return _Kept(np.where(bad, np.nan, value), tied, np.where(bad, 0, mass), total)
+
+
+def _gathered(shard: Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
+    """Return the classes that are kept and the offsets of the rows, on every rank; collective over `comm`."""
+    problem, rows = shard.problem, shard.rows
+    options, good = problem.options, ~np.isnan(kept.value)
+    value = np.where(good, kept.value, np.inf)
+    place, logits = shard.elements(value)
+    row, column = np.divmod(place, max(1, shard.classes))
+    is_tied = logits == value[row]
+    above, tied = (np.bincount(row[each], minlength=rows) * good for each in (~is_tied, is_tied))
+    said = [np.concatenate([[problem.class_start], above, tied])]
+    if options.comm is not None:
+        with cause(options.operation, options.over, "the numbers of classes that are kept"):
+            said = all_gather(said[0], options.comm, [said[0].shape] * options.comm.size)
+    # The lowest of classes with equal logits are kept, so those of ranks with lower classes come first.
+    in_order = sorted(range(len(said)), key=lambda rank: said[rank][0])
+    taken, left = np.zeros((len(said), rows), np.int64), kept.tied.copy()
+    for rank in in_order:
+        taken[rank] = np.minimum(left, said[rank][1 + rows :])
+        left -= taken[rank]
+    counts = np.stack([each[1 : 1 + rows] for each in said]) + taken
+    number = np.cumsum(is_tied)  # counts ties up to this one, from the first row on
+    before = np.concatenate([[0], number])[np.searchsorted(row, np.arange(rows))]
+    own = taken[0 if options.comm is None else options.comm.rank]
+    ids = [column[~is_tied | (number - before[row] <= own[row])] + problem.class_start]
+    if options.comm is not None:
+        with cause(options.operation, options.over, "the classes that are kept"):
+            ids = all_gather(ids[0], options.comm, [(count,) for count in counts.sum(axis=1).tolist()])
+    ends = np.cumsum(counts, axis=1)
+    parts = [
+        [each[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        for each, starts, stops in zip(ids, (ends - counts).tolist(), ends.tolist(), strict=True)
+    ]
+    offsets = np.concatenate([[0], np.cumsum(counts.sum(axis=0))])
+    nothing = np.empty(0, np.int64)
+    return np.concatenate([nothing, *(parts[rank][row] for row in range(rows) for rank in in_order)]), offsets
+
 
 _FIELDS = StateFields()
 # The number of classes in a set, and its state.
