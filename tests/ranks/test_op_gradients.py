@@ -140,8 +140,8 @@ def without_the_sum(op):
 @pytest.mark.parametrize(
     ("room", "name", "plant", "op"),
     [
-        ("matmul", "_MATMUL", scaled, "matmul"),
-        ("loss", "CROSS_ENTROPY", scaled_gradient, "cross_entropy"),
+        ("products", "_MATMUL", scaled, "matmul"),
+        ("losses", "CROSS_ENTROPY", scaled_gradient, "cross_entropy"),
         ("joining", "_PICK", scaled, "slice"),
         ("arithmetic", "_MULTIPLY", without_the_sum, "multiply"),
     ],
