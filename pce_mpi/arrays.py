@@ -17,6 +17,10 @@ import numpy as np
 
 from pce_mpi.hollow import LIBRARY, Hollow
 
+Array = Any  # numpy.ndarray or cupy.ndarray
+HostArray = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
+
 
 def cupy_of(value: Any) -> ModuleType | None:
     """Return CuPy if `value` is a CuPy array, else None."""

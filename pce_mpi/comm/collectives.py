@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, cupy_of, is_float8, is_half
+from pce_mpi.arrays import Array, array_namespace, cupy_of, is_float8, is_half
 from pce_mpi.comm.communicators import channel_of, has_abandoned
 from pce_mpi.comm.library import gpu_aware, mpi, reduces_on_gpus, takes_large_counts
 from pce_mpi.comm.rehearsed import FakeComm
@@ -28,8 +28,6 @@ from pce_mpi.comm.torch_group import TorchGroup
 from pce_mpi.comm.tracing import Purpose, current_cause, record
 from pce_mpi.gpu import finish_work, from_pinned, pinned, to_pinned
 from pce_mpi.hollow import Hollow
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 def stays_on_gpu(array: Array) -> bool:

@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from pce_mpi.arrays import HostArray
 from pce_mpi.comm.errors import FORKED, CollectiveTimeout
 from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
 
-HostArray = np.ndarray[Any, Any]
 Merge = Callable[[HostArray, HostArray], None]
 
 

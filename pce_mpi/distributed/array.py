@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from pce_mpi.arrays import owned
+from pce_mpi.arrays import Array, owned
 from pce_mpi.comm.doors import telling_methods
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
@@ -27,8 +27,6 @@ from pce_mpi.svg import new_figure, svg_or_none
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 def described(value: Any) -> str:

@@ -17,7 +17,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import is_floating, is_half, to_host
+from pce_mpi.arrays import HostArray, is_floating, is_half, to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.tracing import cause
@@ -37,7 +37,6 @@ from pce_mpi.distributed.tensor_files import (
 from pce_mpi.temporary_files import abandoned, new_file
 from pce_mpi.text import names_shown, shown
 
-HostArray = np.ndarray[Any, Any]
 Blocks = Sequence[tuple[tuple[slice, ...], HostArray]]  # parts of a global array and their places in it
 
 

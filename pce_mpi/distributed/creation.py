@@ -10,7 +10,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, dtype_named, is_floating, is_half, library_named, owned
+from pce_mpi.arrays import Array, array_namespace, as_array, dtype_named, is_floating, is_half, library_named, owned
 from pce_mpi.comm.agreement import all_gather_text, local_checks
 from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.errors import text_by_rank
@@ -24,8 +24,6 @@ from pce_mpi.exact import philox
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
 from pce_mpi.hollow import hollow
 from pce_mpi.validation import flag, integer, integers, real
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 def normal(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, to_host
+from pce_mpi.arrays import Array, array_namespace, to_host
 from pce_mpi.comm.agreement import all_gather_text, local_checks
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.errors import text_by_rank
@@ -55,8 +55,6 @@ def check_replicas(x: DistArray) -> None:
     if differing:
         raise ValueError(f"replicas differ: {'; '.join(differing)}")
 
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 _MODULUS = 1 << 128
 # Stands for the bits of every nan, which depend on the processor, and in a sum on the order of two nans.

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import REAL, array_namespace, is_floating, is_real
+from pce_mpi.arrays import REAL, Array, array_namespace, is_floating, is_real
 from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.tracing import cause, current_cause
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Placement
 from pce_mpi.distributed.sharding import Coordinates, Step, within
 from pce_mpi.exact.arithmetic import current
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 @np.errstate(all="ignore")  # an average that underflows on one rank must not raise there alone

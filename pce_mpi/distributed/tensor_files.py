@@ -21,10 +21,8 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import dtype_named
+from pce_mpi.arrays import HostArray, dtype_named
 from pce_mpi.text import shortened, shown
-
-HostArray = np.ndarray[Any, Any]
 
 # The format's names of dtypes, in the library's order.
 CODES = {

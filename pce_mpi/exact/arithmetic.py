@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, is_half, number_of, numpy_dtype
+from pce_mpi.arrays import Array, array_namespace, is_floating, is_half, number_of, numpy_dtype
 from pce_mpi.comm.collectives import all_reduce, all_to_all, reduce_scatter
 from pce_mpi.exact import functions
 from pce_mpi.exact.sums import average, sums_of_squares
 from pce_mpi.kernels import check_choice, converted as converted
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 _SETTING = "PCE_MPI_REPRODUCIBLE"
 # Elements that are squared together, and stay in a cache.

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_true, result_type, to_host
+from pce_mpi.arrays import Array, array_namespace, is_true, result_type, to_host
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.elementary import (
     ATANH,
@@ -34,8 +34,6 @@ from pce_mpi.kernels.elementary import (
     two_product,
     two_sum,
 )
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 # The number of elements that are computed together: it fits the cache of a core, or the memory of a GPU.
 BLOCK, BLOCK_ON_GPU = 2**14, 2**22

@@ -10,14 +10,11 @@ from collections.abc import Sequence
 import hashlib
 import json
 import math
-from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
+from pce_mpi.arrays import Array, array_namespace
 from pce_mpi.exact.functions import cos, log
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _INCREMENTS = 0x9E3779B9, 0xBB67AE85

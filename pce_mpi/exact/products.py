@@ -23,12 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
+from pce_mpi.arrays import Array, array_namespace
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.exact.sums import exponents, grids, in_units, joined, one_nan, power_of_two, reduced, slices, slicing
 from pce_mpi.kernels import converted, digit_loops
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 # The number of float64 elements that fit a cache, and the fewest rows with which a product is fast.
 _CACHE, _ROWS = 2**17, 128

@@ -16,12 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_true, number_of
+from pce_mpi.arrays import Array, array_namespace, is_true, number_of
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.elementary import two_product, two_sum
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 # The exponent of a sum with an infinity or a nan, above all others.
 NOT_FINITE = 2000

@@ -6,10 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
+from pce_mpi.arrays import Array, HostArray, array_namespace
 
 
 def bits_of(x: Array) -> Array:

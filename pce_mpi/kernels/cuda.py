@@ -20,7 +20,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from pce_mpi.arrays import is_floating
+from pce_mpi.arrays import HostArray, is_floating
 from pce_mpi.kernels import largest
 from pce_mpi.kernels.chosen import bits_of, sums_of_equal as sums_of_equal
 from pce_mpi.kernels.compilation import (
@@ -51,7 +51,6 @@ from pce_mpi.kernels.row_layout import Output, Rows, rows_of
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = Any  # cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 # The loops over vectors take scales in this range: products with others could overflow or lose bits.
 _NEAR_SCALES = (2.0**-64, 2.0**64)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import math
-from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_half
-
-Array = Any  # numpy.ndarray or cupy.ndarray
+from pce_mpi.arrays import Array, array_namespace, is_half
 
 # The number of elements that are widened and put in order at once.
 _BLOCK, _BLOCK_ON_GPU = 2**20, 2**24

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Array = Any  # numpy.ndarray or cupy.ndarray
+from pce_mpi.arrays import Array
 
 NO_MARGIN = 1.0, 0.0, 0.0
 

@@ -33,8 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
+from pce_mpi.arrays import Array, HostArray
 
 NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
 # Grids of sums of weights and weighted logits: that of an empty sum, which is finer than all others, and those of sums

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from pce_mpi.arrays import Array
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.classes import (
@@ -82,8 +83,6 @@ __all__ = [
     "take_classes_forward",
     "top_k",
 ]
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 @takes(LossOptions)

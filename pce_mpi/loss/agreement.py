@@ -16,7 +16,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, number_of, to_host
+from pce_mpi.arrays import HostArray, array_namespace, number_of, to_host
 from pce_mpi.comm.agreement import Signature, agree_on_call, local_checks, raise_together
 from pce_mpi.comm.errors import CollectiveError, ranks_text, text_by_rank
 from pce_mpi.comm.library import check_comm, is_comm
@@ -26,8 +26,6 @@ from pce_mpi.kernels import host_kernel, sets_arithmetic
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.problem import Problem, check, target_text
 from pce_mpi.validation import check_floating_point
-
-HostArray = np.ndarray[Any, Any]
 
 
 def prepare(options: Options, logits: Any, targets: Any = None, **more: Any) -> Problem:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of, is_floating, is_half, name_of
+from pce_mpi.arrays import Array, array_namespace, as_array, check_one_library, cupy_of, is_floating, is_half, name_of
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
@@ -26,8 +26,6 @@ from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.passes import start_row_softmax
 from pce_mpi.loss.problem import Problem, check, check_per_class
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 # The default number of rows of a chunk. More rows make products faster, and additions to the gradient of w rarer.
 _ROWS, _ROWS_ON_GPU = 512, 4096

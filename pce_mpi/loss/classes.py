@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, cupy_of, is_floating
+from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, check_one_library, cupy_of, is_floating
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
@@ -30,9 +30,6 @@ from pce_mpi.loss.passes import PassResiduals
 from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, rows_and_classes, upstream_of
 from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 from pce_mpi.validation import integer
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 
 @takes(ShardedAxisOptions)

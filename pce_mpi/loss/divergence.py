@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import as_array, is_true, name_of, to_host
+from pce_mpi.arrays import Array, HostArray, as_array, is_true, name_of, to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, standard_arithmetic
@@ -25,9 +25,6 @@ from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, c
 from pce_mpi.loss.passes import PassResiduals, in_rows, probability_rows, reduced, row_softmax
 from pce_mpi.loss.problem import Problem, check, rows_and_classes, upstream_of
 from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 
 @takes(ShardedDivergenceOptions)

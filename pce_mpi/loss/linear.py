@@ -13,7 +13,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, is_true, to_host
+from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, is_true, to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.kernels import converted, sets_arithmetic, standard_arithmetic
 from pce_mpi.kernels.softmax_state import RowSoftmax
@@ -32,9 +32,6 @@ from pce_mpi.loss.problem import Problem
 from pce_mpi.loss.statistics import ClassStatistics, named_statistics, statistics_fields, upstream_of_statistics
 from pce_mpi.loss.tensors import tensors_for_tensors
 from pce_mpi.validation import check_floating_point
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 
 class LinearValueAndGrad(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.arrays import cupy_of, to_host
+from pce_mpi.arrays import Array, HostArray, cupy_of, to_host
 from pce_mpi.comm.collectives import all_gather, all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.hollow import Hollow
@@ -33,9 +33,6 @@ from pce_mpi.loss.options import Options, check_scale_is_near
 from pce_mpi.loss.passes import Merge
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.validation import integer, real
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 _ALL = np.iinfo(np.int64).max
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.arrays import Array, compute_dtype_of
 from pce_mpi.comm.torch_group import groups_wrapped
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
 from pce_mpi.kernels.parameters import NO_MARGIN, Transform
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     Comm: TypeAlias = MPI.Intracomm | ProcessGroup
 
-Array = Any  # numpy.ndarray or cupy.ndarray
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LARGEST = np.iinfo(np.int64).max

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from pce_mpi.arrays import same_memory, shares_memory, to_host
+from pce_mpi.arrays import Array, HostArray, same_memory, shares_memory, to_host
 from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, kernel_of, sets_arithmetic
@@ -27,9 +27,6 @@ from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 from pce_mpi.loss.options import Reduction
 from pce_mpi.loss.problem import Problem, check_out, rows_and_classes
 from pce_mpi.validation import check_floating_point
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 
 class MadeResiduals:

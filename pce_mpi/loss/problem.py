@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import (
+    Array,
+    HostArray,
     array_namespace,
     as_array,
     check_one_library,
@@ -31,9 +33,6 @@ from pce_mpi.kernels.elementary import Precision
 from pce_mpi.kernels.losses import LossTerms
 from pce_mpi.kernels.parameters import ClassWeights, Transform
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 LARGEST = np.iinfo(np.int64).max
 _ONES = ClassWeights()

@@ -20,7 +20,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, cupy_of, is_true
+from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, cupy_of, is_true
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted, standard_arithmetic
 from pce_mpi.kernels.chosen import bits_of, nought_of
@@ -40,8 +40,6 @@ from pce_mpi.loss.options import Options, StatisticsOptions, takes
 from pce_mpi.loss.passes import PassResiduals, row_softmax, write_statistics_gradient
 from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, target_text, upstream_of
 from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 class ClassStatistics(NamedTuple):
@@ -335,9 +333,6 @@ def _check(options: Options, logits: Any, targets: Any) -> tuple[Problem, Suppor
             which = target_text(problem.targets, problem.targets_shape, missing[0])
             raise ValueError(f"{which} is outside the support of its row; outside='-inf' or 'add' gives that a meaning")
     return problem, support
-
-
-HostArray = np.ndarray[Any, Any]
 
 
 def without_targets(problem: Problem) -> Problem:

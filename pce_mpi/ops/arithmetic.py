@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, in_one_dtype, is_floating, numpy_dtype, result_type
+from pce_mpi.arrays import Array, array_namespace, in_one_dtype, is_floating, numpy_dtype, result_type
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Call, Op, operands_of, operation
 from pce_mpi.comm.tracing import cause
@@ -21,7 +21,6 @@ from pce_mpi.ops.elementwise import (
     widened,
 )
 
-Array = Any  # numpy.ndarray or cupy.ndarray
 Vjp = Callable[..., DistArray]
 
 

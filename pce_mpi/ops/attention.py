@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating, result_type
+from pce_mpi.arrays import Array, Shape, array_namespace, is_floating, result_type
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, operands_of, operation
 from pce_mpi.autograd.rules import Axis, Rule
@@ -20,9 +20,6 @@ from pce_mpi.ops.products import matmul, transposed_times
 from pce_mpi.ops.shape import swapaxes
 from pce_mpi.ops.softmax import softmax
 from pce_mpi.validation import flag, real
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
 
 
 def _rule(q: Shape, k: Shape, v: Shape, causal: bool, scale: float) -> Rule:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import math
 from typing import Any
 
-from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.arrays import Array, Shape, array_namespace, is_floating
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -20,9 +20,6 @@ from pce_mpi.exact.sums import reduced, total
 from pce_mpi.kernels import converted
 from pce_mpi.ops.shape import normalized_axis, reshape
 from pce_mpi.validation import flag, integers
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
 
 
 def aligned(operand: Shape, shape: Shape) -> Axes:

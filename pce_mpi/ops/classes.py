@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from pce_mpi import loss
-from pce_mpi.arrays import array_namespace, to_host
+from pce_mpi.arrays import Array, HostArray, Shape, array_namespace, to_host
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Axis, Rule
@@ -85,10 +85,6 @@ def take_classes(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -
     if not isinstance(logits, DistArray):
         return loss.take_classes(logits, ids, **options)
     return _TAKE_CLASSES.apply({"logits": logits, "ids": ids}, options)
-
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
 
 
 def _rule(shape: Shape, axis: int, k: int | None = None) -> Rule:
@@ -237,9 +233,6 @@ def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Any:
     if not logits.shape[axis]:
         raise ValueError(f"argmax of no elements: shape {logits.shape}, axis {axis}")
     return apply(_ARGMAX, logits, axis=axis)
-
-
-HostArray = np.ndarray[Any, Any]
 
 
 @takes(ShardedAxisOptions)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, compute_dtype_of, is_floating, is_half, numpy_dtype, result_type
+from pce_mpi.arrays import Array, array_namespace, compute_dtype_of, is_floating, is_half, numpy_dtype, result_type
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Rule
@@ -19,8 +19,6 @@ from pce_mpi.exact import functions
 from pce_mpi.kernels import converted, layer_loops
 from pce_mpi.kernels.elementary import two_product, two_sum
 from pce_mpi.ops.broadcasting import aligned
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 def elementwise_rule(*linear: Sequence[int]) -> Callable[..., Rule]:

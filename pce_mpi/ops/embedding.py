@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, check_one_library, is_true, to_host
+from pce_mpi.arrays import Array, Shape, array_namespace, as_array, check_one_library, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Axis, Rule
@@ -16,9 +16,6 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import Replicate
 from pce_mpi.exact.sums import reduced, scattered
 from pce_mpi.kernels import converted
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
 
 _ROW, _COLUMN = Axis("row of the table"), Axis("column of the table")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, in_one_dtype, is_true, to_host
+from pce_mpi.arrays import Array, Shape, array_namespace, as_array, in_one_dtype, is_true, to_host
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -25,9 +25,6 @@ from pce_mpi.kernels import converted
 from pce_mpi.ops.broadcasting import aligned
 from pce_mpi.ops.shape import expand_dims, normalized_axis, reshape
 from pce_mpi.validation import integers
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
 
 
 def _concatenate_rule(*shapes: Shape, axis: int) -> Rule:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half, result_type
+from pce_mpi.arrays import Array, Shape, array_namespace, as_array, is_floating, is_half, result_type
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -24,9 +24,6 @@ from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.reductions import deviations, in_float64, sums
 from pce_mpi.ops.shape import normalized_axis, reshape
 from pce_mpi.validation import real
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
 
 
 @operation

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import REAL, array_namespace, as_array, check_one_library, compute_dtype_of, is_real
+from pce_mpi.arrays import REAL, Array, Shape, array_namespace, as_array, check_one_library, compute_dtype_of, is_real
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -24,9 +24,6 @@ from pce_mpi.loss.chunks import check_product
 from pce_mpi.loss.options import Options, Reduction
 from pce_mpi.loss.problem import check_per_class
 from pce_mpi.ops.shape import normalized_axis
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
 
 _OPTIONAL = ("bias", "rows", "weight")  # options that are operands
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, as_array, is_floating, is_half, result_type
+from pce_mpi.arrays import Array, Shape, array_namespace, as_array, is_floating, is_half, result_type
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
@@ -24,9 +24,6 @@ from pce_mpi.exact.sums import reduced
 from pce_mpi.ops.broadcasting import aligned, broadcast_to, sum, sum_to
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.shape import reshape, transpose
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-Shape = tuple[int, ...]
 
 
 def _matmul_rule(a: Shape, b: Shape) -> Rule:

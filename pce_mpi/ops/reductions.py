@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, compute_dtype_of, is_floating, numpy_dtype
+from pce_mpi.arrays import Array, Shape, array_namespace, compute_dtype_of, is_floating, numpy_dtype
 from pce_mpi.autograd.apply import apply, redistributed
 from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axis, Rule
@@ -38,8 +38,6 @@ from pce_mpi.ops.elementwise import astype, elementwise_rule, unary, widened
 from pce_mpi.ops.shape import normalized_axis, reshape
 from pce_mpi.ops.softmax import Softmax, real_dtype
 from pce_mpi.validation import flag, real
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 def _cumsum_rule(shape: tuple[int, ...], axis: int, backwards: bool) -> Rule:
@@ -109,9 +107,6 @@ def cumsum(x: DistArray, axis: int | None = None) -> DistArray:
     if axis is None:
         return cumsum(reshape(x, -1), 0)
     return apply(_CUMSUM, x, axis=normalized_axis(axis, x.ndim), backwards=False)
-
-
-Shape = tuple[int, ...]
 
 
 def _mean(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:

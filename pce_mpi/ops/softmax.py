@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of, is_floating
+from pce_mpi.arrays import Array, compute_dtype_of, is_floating
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, Op, of_array, operation
 from pce_mpi.autograd.rules import Axis, Rule
@@ -21,8 +21,6 @@ from pce_mpi.ops.broadcasting import kept_shape, sum
 from pce_mpi.ops.elementwise import exp, widened
 from pce_mpi.ops.primitive import sharded_options
 from pce_mpi.ops.shape import normalized_axis
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 _STATE = StateFields(hold_largest=True)
 # Elements of a block of log-probabilities.

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from pce_mpi import loss
-from pce_mpi.arrays import array_namespace
+from pce_mpi.arrays import Array, HostArray, array_namespace
 from pce_mpi.autograd.apply import apply
 from pce_mpi.autograd.op import Call, operation
 from pce_mpi.distributed.array import DistArray
@@ -39,9 +39,6 @@ from pce_mpi.ops.joining import stack
 from pce_mpi.ops.losses import composed_logits
 from pce_mpi.ops.primitive import Primitive, op_of, shape_of_several
 from pce_mpi.ops.shape import expand_dims, normalized_axis
-
-Array = Any  # numpy.ndarray or cupy.ndarray
-HostArray = np.ndarray[Any, Any]
 
 _WITH_GRADIENT = ("log_prob", "entropy", "logsumexp")
 

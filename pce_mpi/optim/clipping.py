@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import reduce
 import math
 import operator
-from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import compute_dtype_of
+from pce_mpi.arrays import Array, compute_dtype_of
 from pce_mpi.comm.agreement import local_checks
 from pce_mpi.comm.library import same_ranks
 from pce_mpi.comm.tracing import cause, phase
@@ -21,8 +20,6 @@ from pce_mpi.exact.arithmetic import current
 from pce_mpi.hollow import enter
 from pce_mpi.optim.optimizer import Parameters, check_parameters, listed, not_negative
 from pce_mpi.optim.synchronization import meshes_of, synchronize
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 def clip_grad_norm(parameters: Parameters, max_norm: float) -> float:

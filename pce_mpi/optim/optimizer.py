@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of, to_host
+from pce_mpi.arrays import Array, array_namespace, check_one_library, compute_dtype_of, to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.doors import telling_methods
 from pce_mpi.comm.tracing import cause, phase
@@ -102,8 +102,6 @@ def blocks(shape: tuple[int, ...], most: int) -> tuple[tuple[int | slice, ...], 
     ranges = [slice(start, start + count) for start in range(0, shape[axis], count)]
     return tuple((*outer, part) for outer in np.ndindex(shape[:axis]) for part in ranges)
 
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 # More steps than any training has; one more still fits int64.
 _MOST_STEPS = 2**62

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pce_mpi.arrays import array_namespace
+from pce_mpi.arrays import Array, array_namespace
 from pce_mpi.optim.optimizer import Optimizer, Parameters, not_negative, option
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 class SGD(Optimizer):

@@ -16,7 +16,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, check_one_library, compute_dtype_of
+from pce_mpi.arrays import Array, array_namespace, check_one_library, compute_dtype_of
 from pce_mpi.comm.agreement import local_checks
 from pce_mpi.comm.collectives import all_reduce, reduce_scatter
 from pce_mpi.comm.tracing import cause
@@ -26,8 +26,6 @@ from pce_mpi.distributed.placements import Partial
 from pce_mpi.distributed.sharding import Coordinates, Sharding, Step, Verb, steps, within
 from pce_mpi.exact.arithmetic import current
 from pce_mpi.hollow import enter
-
-Array = Any  # numpy.ndarray or cupy.ndarray
 
 
 @dataclass(frozen=True)

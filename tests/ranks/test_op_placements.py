@@ -237,7 +237,7 @@ def logsumexp_called_a_sum(logsumexp):
 @pytest.mark.parametrize(
     ("room", "name", "plant", "op"),
     [
-        ("matmul", "_MATMUL", contraction_called_replicate, "matmul"),
+        ("products", "_MATMUL", contraction_called_replicate, "matmul"),
         ("reductions", "_LOGSUMEXP", logsumexp_called_a_sum, "logsumexp"),
     ],
 )
