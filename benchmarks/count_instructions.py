@@ -21,8 +21,7 @@ import sysconfig
 import tempfile
 from typing import NamedTuple
 
-from pce_mpi.kernels.compilation import LOOPS, OPTIONS, Kernel, source_of
-from pce_mpi.kernels.launch_config import LOADS, VECTOR_BYTES
+from pce_mpi.kernels.compilation import LOADS, LOOPS, OPTIONS, VECTOR_BYTES, Kernel, source_of
 
 # A block of instructions with so much float32 arithmetic, or so many conversions, is one on vectors of logits.
 ARITHMETIC = 30

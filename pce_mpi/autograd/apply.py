@@ -1,4 +1,4 @@
-"""Run an operation on distributed arrays.
+"""Run an operation on distributed arrays: its definition, its operands, `apply`, and what goes on the tape.
 
 `apply` brings the operands to the shardings of the plan, runs the forward function on the local arrays, and puts a node
 on the tape that computes the gradients of the operands. A vjp is made of operations too, so the same placement rules
@@ -7,29 +7,181 @@ hold backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, wraps
+from inspect import signature
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeVar, cast
 import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import REAL, array_namespace, is_float8, is_half, is_real
-from pce_mpi.autograd.op import Call, Op, operands_of
-from pce_mpi.autograd.recording import put_on_tape
+from pce_mpi.arrays import (
+    REAL,
+    array_namespace,
+    as_array,
+    check_one_library,
+    is_float8,
+    is_floating,
+    is_half,
+    is_real,
+    result_type,
+)
+from pce_mpi.autograd.gradients import place_of
 from pce_mpi.autograd.rules import Plan, Rule, plan
-from pce_mpi.autograd.tape import is_grad_enabled
-from pce_mpi.comm.tracing import cause, listeners
+from pce_mpi.autograd.tape import Node, is_grad_enabled
+from pce_mpi.comm.tracing import cause, current_scope, listeners, set_scope
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.fingerprint import announce_result
-from pce_mpi.distributed.mesh import text_of_dims
-from pce_mpi.distributed.placements import Partial, Replicate
+from pce_mpi.distributed.mesh import Mesh, text_of_dims
+from pce_mpi.distributed.operators import OPERATIONS
+from pce_mpi.distributed.placements import Partial, Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding, steps
-from pce_mpi.exact.arithmetic import Arithmetic, current
+from pce_mpi.exact.arithmetic import Arithmetic, converted, current
+from pce_mpi.hollow import Allocation, Hollow, hollow, open_ledger
+
+Vjp = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation. Its functions take the operands in order and the parameters by name.
+
+    forward      the call, the local arrays of the operands -> that of the result, or a tuple of several
+    vjps         for each operand: gradient of the result, result, operands -> gradient of the operand, all of them
+                 `DistArray`; None for an operand that has none. If several results are real numbers the first two are
+                 tuples, with zeros for the gradient of a result that nothing was computed from
+    rule         the global shapes of the operands -> `Rule`; None: the operation runs on Replicate operands
+    dtype        the dtypes of the operands -> that of the result
+    uses         for each of `vjps` the operands whose elements it uses, -1 for the result; the tape holds only these.
+                 A vjp sees the shardings of the others, but no elements. None: all of them
+    wide         `forward` takes halves as float32, and its result is rounded once
+    wide_sums    the operands whose gradient, if Partial and wider than they are, is reduced before it is rounded to
+                 their dtype; of others each rank rounds its own term
+    relays       the vjp gives the same elements in another order, shape or dtype: a Partial gradient stays Partial,
+                 as it may be on its way to a parameter, whose gradients add up without communication
+    views        the result of `forward` may share the memory of an operand
+    exact        `forward` in the reproducible arithmetic, for operations that sum, or whose bits would depend on a
+                 library: it reduces the sums itself over `call.summed_comm`, so that the result is not Partial
+    composition  in the reproducible arithmetic, takes the operands as `DistArray` and is made of other operations
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    vjps: Sequence[Vjp | None] = ()
+    rule: Callable[..., Rule] | None = None
+    dtype: Callable[..., Any] = result_type
+    uses: Sequence[Sequence[int]] | None = None
+    wide: bool = False
+    wide_sums: Sequence[int] = ()
+    relays: bool = False
+    views: bool = False
+    exact: Callable[..., Any] | None = None
+    composition: Callable[..., Any] | None = None
+
+
+class Call:
+    """One call of an operation: the facts beside the local arrays, and the residuals for its vjps.
+
+    `operands` and `result` are shardings; `required` says of each operand whether it requires a gradient, and `summed`
+    has the dims over which `exact` reduces its sums. `functions(array)` is the library that computes elementwise
+    functions other than `+ - * /`. If `forward` sets `residuals`, the vjps take them by that name.
+    """
+
+    __slots__ = ("functions", "mesh", "operands", "required", "residuals", "result", "summed")
+
+    def __init__(
+        self,
+        functions: Callable[[Any], Any],
+        inputs: Sequence[DistArray],
+        planned: Plan,
+        required: tuple[bool, ...],
+        summed: tuple[str, ...],
+    ) -> None:
+        self.functions, self.mesh, self.required, self.summed = functions, inputs[0].mesh, required, summed
+        self.operands, self.result = planned.operands, planned.result
+        self.residuals: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result on this rank."""
+        return self.result.local_shape(self.mesh.coordinates)
+
+    def dims(self, axes: Sequence[int], operand: int = 0) -> tuple[str, ...]:
+        """Return the dims that shard `axes` of an operand."""
+        return self.operands[operand].dims_along(axes)
+
+    @property
+    def summed_comm(self) -> Any:
+        """The communicator over the dims whose sums are reduced; None if there are none."""
+        return self.mesh.comm(*self.summed) if self.summed else None
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def operation(function: Function) -> Function:
+    """Enter `function` into `OPERATIONS` by its name."""
+    OPERATIONS[function.__name__] = function
+    return function
+
+
+def of_array(function: Function) -> Function:
+    """Make `function` raise `TypeError` if its first argument is not a distributed array."""
+
+    first = next(iter(signature(function).parameters))
+
+    @wraps(function)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        x = arguments[0] if arguments else options.get(first)
+        if not isinstance(x, DistArray):
+            name, kind = function.__name__, type(x).__name__
+            raise TypeError(f"{name} takes a DistArray, got {kind}; make one with pce_mpi.distribute")
+        return function(*arguments, **options)
+
+    return cast(Function, checked)
+
+
+def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
+    """Return `values` as distributed arrays of one mesh and one library; plain arrays and numbers are Replicate."""
+    for first in values:
+        if isinstance(first, DistArray):
+            break
+    else:
+        raise TypeError(f"{name} takes at least one DistArray; make one with pce_mpi.distribute")
+    operands = []
+    alike = True
+    for index, value in enumerate(values):
+        if isinstance(value, DistArray):
+            if value.mesh is not first.mesh:
+                raise ValueError(f"{name} takes operands of one mesh, got {first.mesh} and another {value.mesh}")
+            operand = value
+        else:
+            array = _plain_operand(value, values, first, f"operand {index} of {name}")
+            array = hollow(array.shape, array.dtype) if first.mesh.is_hollow else array
+            operand = DistArray(array, first.mesh, Sharding.of(first.mesh.dim_sizes, array.shape, {}))
+        alike = alike and type(operand.local) is type(first.local)
+        operands.append(operand)
+    if not alike:
+        check_one_library({f"operand {index} of {name}": operand.local for index, operand in enumerate(operands)})
+    return operands
+
+
+def _plain_operand(value: Any, values: Sequence[Any], first: DistArray, name: str) -> Any:
+    """Return a number or a plain array among `values` as an array of the library of `first`."""
+    xp = array_namespace(first.local)
+    if type(value) in (bool, int, float):
+        # As in NumPy, a Python number takes the dtype of the arrays that it meets.
+        dtype = result_type(*(each.dtype for each in values if hasattr(each, "dtype")))
+        return xp.asarray(value, dtype if is_floating(dtype) else np.result_type(dtype, value))
+    array = xp.asarray(value) if isinstance(value, np.generic) else as_array(value, name)
+    if not is_real(array.dtype):
+        raise TypeError(f"{name} must be {REAL}, got {array.dtype}")
+    return array
+
 
 # These run without entering a Python function, several times for every operation.
 _SHARDING, _LOCAL, _DTYPE = attrgetter("sharding"), attrgetter("local"), attrgetter("local.dtype")
@@ -264,3 +416,155 @@ def _result(op: Op, local: Any, inputs: Sequence[DistArray], planned: _Planned) 
         return result
     with cause(op.name, reason="the largest, or smallest, of all shards"):
         return redistributed(result, planned.reduced)
+
+
+def allocations_of(value: Any) -> set[Allocation]:
+    """Return the memory of all hollow arrays that `value` refers to, through containers and our own objects."""
+    found, seen, waiting = set[Allocation](), set[int](), [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if not isinstance(each, Hollow):
+            waiting.extend(_parts(each))
+        elif each.allocation is not None:
+            found.add(each.allocation)
+    return found
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, DistArray):
+        yield value.local
+    elif isinstance(value, tuple | list):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif type(value).__module__.startswith("pce_mpi.") and not isinstance(value, Mesh | Sharding):
+        yield from getattr(value, "__dict__", {}).values()
+        yield from (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
+
+
+def put_on_tape(
+    op: Op,
+    results: Sequence[DistArray],
+    operands: Sequence[DistArray],
+    inputs: Sequence[DistArray],
+    required: tuple[bool, ...],
+    parameters: Mapping[str, Any],
+    residuals: Any,
+) -> None:
+    """Put the `results` that are real numbers on the tape.
+
+    Each vjp takes their gradients, then the results themselves: two tuples, or two arrays if there is one result.
+    """
+    if True not in required:
+        return
+    real = results
+    if not all(map(is_floating, map(_DTYPE, results))):
+        real = [result for result in results if is_floating(result.local.dtype)]
+        if not real:
+            return
+    used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
+    known, scope = list(map(_for_tape, real, repeat(-1 in used))), current_scope()
+    arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
+    more = parameters if residuals is None else {**parameters, "residuals": residuals}
+    wanted = [(x.sharding, x.local.dtype) if x.requires_grad else None for x in operands]
+
+    def vjp(gradients: Sequence[DistArray | None]) -> list[DistArray | None]:
+        set_scope(scope)
+        if not op.vjps:
+            raise NotImplementedError(f"{op.name} has no vjp: its result has no gradient")
+        complete = []
+        for gradient, result in zip(gradients, known, strict=True):
+            destination = result.sharding.natural
+            if gradient is None:
+                gradient = _zeros(result, destination)
+            elif op.relays:
+                destination = destination.with_partial_over(gradient.sharding.summed_dims)
+            # All consumers have contributed, so a Partial gradient is reduced here, once.
+            if gradient.sharding is not destination:
+                with cause(op.name, reason="its gradient is complete"):
+                    gradient = redistribute(gradient, destination)
+            complete.append(gradient)
+        g: Any = complete[0] if len(known) == 1 else tuple(complete)
+        y: Any = known[0] if len(known) == 1 else tuple(known)
+        return [
+            None if want is None else _contribution(op, index, want, g, y, arguments, more)
+            for index, want in enumerate(wanted)
+        ]
+
+    if (ledger := open_ledger()) is not None:
+        ledger.hold(allocations_of([known, arguments, more]), vjp)
+    node = Node(op.name, [place_of(x) if x.requires_grad else None for x in operands], vjp, len(real), current())
+    for value, result in enumerate(real):
+        result.requires_grad = True
+        result.place = node, value
+
+
+def _zeros(like: DistArray, sharding: Sharding) -> DistArray:
+    zeros = array_namespace(like.local).zeros(sharding.local_shape(like.mesh.coordinates), like.local.dtype)
+    return DistArray(zeros, like.mesh, sharding)
+
+
+def _used(uses: Sequence[Sequence[int]], required: Sequence[bool]) -> list[int]:
+    """Return the operands, -1 for the result, whose elements are used by the vjps that will be called."""
+    return [index for used, needs in zip(uses, required, strict=False) if needs for index in used]
+
+
+def _for_tape(x: DistArray, elements: bool) -> DistArray:
+    """Return `x` for the tape: without its node, which would be a cycle, and without elements that no vjp uses."""
+    local = x.local if elements else _no_elements(array_namespace(x.local), x.local.dtype)
+    return DistArray(local, x.mesh, x.sharding)
+
+
+@cache
+def _no_elements(xp: Any, dtype: np.dtype[Any]) -> Any:
+    return xp.empty(0, dtype)
+
+
+def _contribution(
+    op: Op,
+    index: int,
+    want: tuple[Sharding, np.dtype[Any]],
+    gradient: DistArray | tuple[DistArray, ...],
+    result: DistArray | tuple[DistArray, ...],
+    arguments: Sequence[DistArray],
+    parameters: Mapping[str, Any],
+) -> DistArray:
+    pull = op.vjps[index] if index < len(op.vjps) else None
+    if pull is None:
+        raise NotImplementedError(f"{op.name} has no vjp for operand {index}")
+    found = pull(gradient, result, *arguments, **parameters)
+    if found is None:
+        raise TypeError(f"the vjp of {op.name} for operand {index} gave None")
+    if not isinstance(found, DistArray):
+        (found,) = operands_of(op.name, [gradient, found])[1:]
+    sharding, dtype = want
+    if found.shape != sharding.shape:
+        has = f"gave shape {found.shape}, the operand has {sharding.shape}"
+        raise ValueError(f"the vjp of {op.name} for operand {index} {has}")
+    if found.dtype == dtype:
+        return found
+    if index in op.wide_sums and found.sharding.partial_dims:
+        with cause(op.name, reason="the sum is rounded once"):
+            found = redistribute(found, sharding.natural)
+    return DistArray(converted(found.local, dtype), found.mesh, found.sharding)
+
+
+def redistribute_on_tape(x: DistArray, /, **placements: Placement) -> DistArray:
+    """Bring `x` to other placements; see `DistArray.redistribute`."""
+    destination = x.sharding.with_placements(placements)
+    with cause("redistribute", reason="asked for"):
+        there = redistributed(x, destination)
+    result = DistArray(there.local, x.mesh, destination, computed=there.computed)
+    if x.requires_grad and is_grad_enabled():
+        natural = x.sharding.natural
+
+        def vjp(gradients: Sequence[DistArray]) -> list[DistArray]:
+            with cause("redistribute", reason="back to the placements of its operand"):
+                return [redistribute(gradients[0], natural)]
+
+        result.requires_grad = True
+        result.place = Node("redistribute", [place_of(x)], vjp, 1, current()), 0
+    return result

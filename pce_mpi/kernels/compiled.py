@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.kernels import largest as definition
+from pce_mpi.kernels import classes
 import pce_mpi.kernels._compiled as _compiled  # type: ignore[import-not-found]  # built by setup.py
-from pce_mpi.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
+from pce_mpi.kernels.classes import put as put, sums_of_equal as sums_of_equal, taken as taken
 from pce_mpi.kernels.divergence import (
     logsumexp_differences as logsumexp_differences,
     row_divergences as row_divergences,
@@ -197,9 +197,9 @@ _FEW = 32
 
 
 def largest_of(x: Array, k: int) -> tuple[Array, Array]:
-    """Return the k largest elements of each row and their columns; see `largest.largest_of`."""
+    """Return the k largest elements of each row and their columns; see `classes.largest_of`."""
     if x.dtype.name not in _KINDS or not 0 < k <= _FEW:
-        return definition.largest_of(x, k)
+        return classes.largest_of(x, k)
     values, columns = np.empty((len(x), k)), np.empty((len(x), k), np.int64)
     if x.strides[1] != x.itemsize:
         x = np.ascontiguousarray(x)

@@ -1,4 +1,4 @@
-// The constants that Python needs as well. They are defined once, in launch_config.py and compilation.py, which pass
+// The constants that Python needs as well. They are defined once, in compilation.py, which passes
 // them as -DPCE_...
 #pragma once
 

@@ -21,30 +21,28 @@ import cupy
 import numpy as np
 
 from pce_mpi.arrays import HostArray, is_floating
-from pce_mpi.kernels import largest
-from pce_mpi.kernels.chosen import bits_of, sums_of_equal as sums_of_equal
+from pce_mpi.kernels import classes
+from pce_mpi.kernels.classes import bits_of, sums_of_equal as sums_of_equal
 from pce_mpi.kernels.compilation import (
+    BLOCK_THREADS,
     CPP_TYPES,
     DTYPE_CODES,
     ENTROPY,
     HOLD_LARGEST,
     LOOPS,
+    MERGE_BLOCK_THREADS,
     OPTIONS,
     PRECISIONS,
+    VALUES_OF_BLOCK,
+    WARP_SIZE,
     WEIGHTED_LOGIT,
     WORDS,
     Kernel,
+    LaunchConfig,
     loop,
     source_of,
 )
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
-from pce_mpi.kernels.launch_config import (
-    BLOCK_THREADS,
-    MERGE_BLOCK_THREADS,
-    VALUES_OF_BLOCK,
-    WARP_SIZE,
-    LaunchConfig,
-)
 from pce_mpi.kernels.losses import LossTerms
 from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Mean, Pair, Transform
 from pce_mpi.kernels.row_layout import Output, Rows, rows_of
@@ -363,14 +361,14 @@ def _loss_of(items: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Arr
 
 
 def largest_of(x: Array, k: int) -> tuple[Array, Array]:
-    """Return the k largest elements of each row and their columns; see `largest.largest_of`."""
+    """Return the k largest elements of each row and their columns; see `classes.largest_of`."""
     if not is_floating(x.dtype):
-        return largest.largest_of(x, k)
+        return classes.largest_of(x, k)
     if k == 1:
         columns = _largest_columns(x)
         bits = cupy.take_along_axis(x.view(f"u{x.dtype.itemsize}"), columns, axis=1)
         return _wide(bits.view(x.dtype)), columns
-    return largest.largest_of(x, k, _wide)
+    return classes.largest_of(x, k, _wide)
 
 
 def _wide(x: Array) -> Array:

@@ -10,8 +10,7 @@ the files that are imported, in the order in which they are best read:
     losses          the loss of a row, and the row of its gradient
     gradients       the gradient of its logits
     divergence      the divergence of two softmaxes
-    largest         the largest logits of a row, for `top_k`
-    chosen          the logits of chosen classes
+    classes         the logits of chosen classes, and the largest ones of a row
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.kernels.chosen import put as put, sums_of_equal as sums_of_equal, taken as taken
+from pce_mpi.kernels.classes import largest_of as largest_of, put as put, sums_of_equal as sums_of_equal, taken as taken
 from pce_mpi.kernels.divergence import (
     divergence_sums as divergence_sums,
     logsumexp_differences as logsumexp_differences,
@@ -29,7 +28,6 @@ from pce_mpi.kernels.divergence import (
 )
 from pce_mpi.kernels.elementary import Precision, f64, i64, softcap_slope, u64
 from pce_mpi.kernels.gradients import gradient_of
-from pce_mpi.kernels.largest import largest_of as largest_of
 from pce_mpi.kernels.limbs import Sums, number_of, sum_of_numbers, united_numbers
 from pce_mpi.kernels.losses import (
     row_gradients as row_gradients,

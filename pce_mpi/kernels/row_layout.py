@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import array_namespace
-from pce_mpi.kernels.launch_config import VECTOR_BYTES
+from pce_mpi.kernels.compilation import VECTOR_BYTES
 
 Array = Any  # cupy.ndarray
 

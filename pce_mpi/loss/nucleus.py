@@ -24,7 +24,7 @@ from pce_mpi.comm.collectives import all_gather, all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted
-from pce_mpi.kernels.chosen import bits_of, nought_of
+from pce_mpi.kernels.classes import bits_of, nought_of
 from pce_mpi.kernels.elementary import Precision, log, log1p
 from pce_mpi.kernels.parameters import Transform
 from pce_mpi.kernels.softmax_state import StateFields

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import Array, array_namespace, in_one_dtype, is_floating, numpy_dtype, result_type
-from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Call, Op, operands_of, operation
+from pce_mpi.autograd.apply import Call, Op, apply, operands_of, operation, redistributed
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import sum_to

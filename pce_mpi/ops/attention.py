@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import Array, Shape, array_namespace, is_floating, result_type
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, operands_of, operation
+from pce_mpi.autograd.apply import Call, Op, apply, operands_of, operation
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.kernels import layer_loops

@@ -9,8 +9,7 @@ import numpy as np
 
 from pce_mpi import loss
 from pce_mpi.arrays import Array, HostArray, Shape, array_namespace, to_host
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, operation
+from pce_mpi.autograd.apply import Call, Op, apply, operation
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, redistribute

@@ -12,8 +12,7 @@ import warnings
 
 import numpy as np
 
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op, Vjp
+from pce_mpi.autograd.apply import Op, Vjp, apply
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.comm.doors import telling
 from pce_mpi.distributed.array import DistArray

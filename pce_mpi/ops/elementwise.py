@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import Array, array_namespace, compute_dtype_of, is_floating, is_half, numpy_dtype, result_type
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, operation
+from pce_mpi.autograd.apply import Call, Op, apply, operation
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact import functions

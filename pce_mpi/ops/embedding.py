@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import Array, Shape, array_namespace, as_array, check_one_library, is_true, to_host
-from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Call, Op, operation
+from pce_mpi.autograd.apply import Call, Op, apply, operation, redistributed
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import Array, Shape, array_namespace, as_array, in_one_dtype, is_true, to_host
-from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Call, Op, of_array, operation
+from pce_mpi.autograd.apply import Call, Op, apply, of_array, operation, redistributed
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray

@@ -11,8 +11,7 @@ from typing import Any, Unpack
 
 from pce_mpi import loss
 from pce_mpi.arrays import compute_dtype_of, is_half, result_type
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import of_array, operands_of, operation
+from pce_mpi.autograd.apply import apply, of_array, operands_of, operation
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.chunks import check_product

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import Array, Shape, array_namespace, as_array, is_floating, is_half, result_type
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, of_array, operation
+from pce_mpi.autograd.apply import Call, Op, apply, of_array, operation
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import REAL, Array, Shape, array_namespace, as_array, check_one_library, compute_dtype_of, is_real
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op
+from pce_mpi.autograd.apply import Call, Op, apply
 from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import Array, Shape, array_namespace, compute_dtype_of, is_floating, numpy_dtype
-from pce_mpi.autograd.apply import apply, redistributed
-from pce_mpi.autograd.op import Call, Op, of_array, operation
+from pce_mpi.autograd.apply import Call, Op, apply, of_array, operation, redistributed
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray

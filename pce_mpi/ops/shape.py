@@ -10,8 +10,7 @@ import math
 from typing import Any
 
 from pce_mpi.arrays import Array, Shape
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, of_array, operation
+from pce_mpi.autograd.apply import Call, Op, apply, of_array, operation
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.validation import integer, integers

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import Array, compute_dtype_of, is_floating
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, Op, of_array, operation
+from pce_mpi.autograd.apply import Call, Op, apply, of_array, operation
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.kernels import converted, standard_arithmetic

@@ -14,8 +14,7 @@ import numpy as np
 
 from pce_mpi import loss
 from pce_mpi.arrays import Array, HostArray, array_namespace
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Call, operation
+from pce_mpi.autograd.apply import Call, apply, operation
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.loss.chunks import Gradients, check_product
 from pce_mpi.loss.linear import LinearStatisticsResiduals, gradients_of, prepared, statistics_of_product

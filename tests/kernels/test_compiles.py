@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from pce_mpi.kernels import compilation
-from pce_mpi.kernels.launch_config import RESIDENT_THREADS, ROW_RESIDENT_THREADS
+from pce_mpi.kernels.compilation import RESIDENT_THREADS, ROW_RESIDENT_THREADS
 
 # A multiprocessor has 65,536 registers.
 REGISTERS = 65536

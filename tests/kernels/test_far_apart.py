@@ -16,7 +16,7 @@ from kernels.comparing import (
     write_gradient,
 )
 from pce_mpi.kernels import compilation
-from pce_mpi.kernels.launch_config import LaunchConfig
+from pce_mpi.kernels.compilation import LaunchConfig
 from pce_mpi.kernels.softmax_state import StateFields
 
 

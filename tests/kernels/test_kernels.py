@@ -25,8 +25,8 @@ from kernels.comparing import (
 )
 from kernels.device_arrays import rows_in_memory
 from pce_mpi.kernels import compilation, definition
+from pce_mpi.kernels.compilation import LaunchConfig
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE
-from pce_mpi.kernels.launch_config import LaunchConfig
 from pce_mpi.kernels.parameters import ClassWeights, Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
 from ranks.test_definition import FIELDS, KINDS, logits_of

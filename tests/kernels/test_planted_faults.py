@@ -25,7 +25,7 @@ from kernels.test_kernels import (
     check_statistics_beside_huge_logit,
 )
 from pce_mpi.kernels import compilation
-from pce_mpi.kernels.launch_config import LaunchConfig
+from pce_mpi.kernels.compilation import LaunchConfig
 from pce_mpi.kernels.parameters import Transform
 from pce_mpi.kernels.softmax_state import ROW_GRADIENT
 from ranks.test_definition import FIELDS

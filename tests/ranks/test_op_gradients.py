@@ -11,8 +11,7 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Shard
 from pce_mpi.arrays import is_floating
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.recording import put_on_tape
+from pce_mpi.autograd.apply import apply, put_on_tape
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.distributed.sharding import Sharding

@@ -16,7 +16,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import DistArray, Mesh, Shard
-from pce_mpi.autograd import recording
+from pce_mpi.autograd import apply
 from pce_mpi.comm.tracing import Event, Purpose
 from pce_mpi.hollow import Allocation, Ledger
 from ranks.grids import factorizations, mesh_of
@@ -143,11 +143,11 @@ def test_tape_holds_the_bytes_that_were_rehearsed(comm, monkeypatch, program):
                     finalize(root, allocations.pop, id(root))
                 found.add(allocations[id(root)])
             else:
-                waiting.extend(recording._parts(each))
+                waiting.extend(apply._parts(each))
         return found
 
-    monkeypatch.setattr(recording, "allocations_of", real_allocations_of)
-    monkeypatch.setattr(recording, "open_ledger", lambda: ledger)
+    monkeypatch.setattr(apply, "allocations_of", real_allocations_of)
+    monkeypatch.setattr(apply, "open_ledger", lambda: ledger)
     distribute = pce.distribute
 
     def noted(array: Any, mesh: Mesh, **options: Any) -> DistArray:

@@ -16,8 +16,7 @@ import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard
 from pce_mpi.arrays import to_host
 from pce_mpi.autograd import apply as apply_module
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.apply import Op, apply
 from pce_mpi.exact import products
 from pce_mpi.exact.products import product
 from pce_mpi.exact.sums import slicing, total

@@ -13,8 +13,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Partial, Replicate, Shard
-from pce_mpi.autograd.apply import apply
-from pce_mpi.autograd.op import Op
+from pce_mpi.autograd.apply import Op, apply
 from pce_mpi.autograd.tape import Node, backward, is_grad_enabled
 from pce_mpi.comm.tracing import Purpose, cause, record
 

@@ -9,7 +9,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Replicate, Shard
-from pce_mpi.kernels import host_kernel, largest as kernel_largest
+from pce_mpi.kernels import classes as kernel_classes, host_kernel
 from ranks.grids import mesh_of, squarest
 from ranks.problems import SPLITS, is_same, split
 
@@ -74,7 +74,7 @@ def test_kernels_find_the_same(data, dtype):
     rows = rows[:, :: data.draw(st.sampled_from([1, -1]))]
     k = data.draw(st.integers(1, min(columns, 40)))
     values, places = host_kernel().largest_of(rows, k)
-    wanted, order = kernel_largest.largest_of(rows, k)
+    wanted, order = kernel_classes.largest_of(rows, k)
     assert np.array_equal(places, order)
     np.testing.assert_array_equal(values.astype(dtype), wanted)
 
@@ -82,7 +82,7 @@ def test_kernels_find_the_same(data, dtype):
 @pytest.mark.ranks(2)  # the order of the local classes does not depend on the ranks
 @pytest.mark.parametrize("library", ["NumPy", "CuPy"])
 def test_many_classes_are_ordered_by_blocks(comm, cupy, monkeypatch, library):
-    monkeypatch.setattr(kernel_largest, "_BLOCK" if library == "NumPy" else "_BLOCK_ON_GPU", 3 * 5000)
+    monkeypatch.setattr(kernel_classes, "_BLOCK" if library == "NumPy" else "_BLOCK_ON_GPU", 3 * 5000)
     to_library, to_host = (np.asarray, np.asarray) if library == "NumPy" else (cupy.asarray, cupy.asnumpy)
     rng = np.random.default_rng(1)
     for drawn in (rng.integers(0, 4000, (4, 5003)), np.sort(rng.integers(0, 60, (4, 5003)), 1)):
