@@ -43,8 +43,7 @@ from pce_mpi.gpu import gpus
 from pce_mpi.kernels import kernel_of
 from pce_mpi.kernels.compilation import OPTIONS
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE
-from pce_mpi.kernels.parameters import ClassWeights, Transform
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, StateFields, Transform
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,

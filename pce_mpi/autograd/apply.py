@@ -34,10 +34,9 @@ from pce_mpi.autograd.gradients import place_of
 from pce_mpi.autograd.rules import Plan, Rule, plan
 from pce_mpi.autograd.tape import Node, is_grad_enabled
 from pce_mpi.comm.tracing import cause, current_scope, listeners, set_scope
-from pce_mpi.distributed.array import DistArray, redistribute
+from pce_mpi.distributed.array import OPERATIONS, DistArray, redistribute
 from pce_mpi.distributed.fingerprint import announce_result
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
-from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.distributed.placements import Partial, Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.exact.arithmetic import Arithmetic, converted, current

@@ -13,9 +13,8 @@ import numpy as np
 from pce_mpi.autograd.apply import moves
 from pce_mpi.comm.rehearsed import Link, Rehearsal
 from pce_mpi.comm.tracing import Event, trace, untraced
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.distributed.placements import Placement, checked_dims
 from pce_mpi.distributed.sharding import Coordinates, Sharding, balanced_splits
 from pce_mpi.hollow import hollow, keeping

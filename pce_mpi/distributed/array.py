@@ -5,18 +5,18 @@ Every function here is the identity on the global array: it changes where number
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from pce_mpi.arrays import Array, owned
-from pce_mpi.comm.doors import telling_methods
+from pce_mpi.comm.doors import door, tell_from_here, telling_methods
+from pce_mpi.comm.program import program
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.distributed.operators import OPERATIONS, operators
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.plotting import array_size, draw_array
 from pce_mpi.distributed.redistribution import checked_dtype, run_step
@@ -24,6 +24,38 @@ from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.gpu import numbers_in
 from pce_mpi.hollow import enter
 from pce_mpi.svg import new_figure, svg_or_none
+
+X = TypeVar("X")
+
+#: the operations on distributed arrays by name; `operation` enters them
+OPERATIONS: dict[str, Callable[..., Any]] = {}
+
+
+def operators(name: str) -> tuple[Callable[[X, Any], X], Callable[[X, Any], X]]:
+    """Make two operators of the operation `name`: for a `DistArray` on the left, and for one on the right."""
+
+    @door
+    def left(self: X, other: Any) -> X:
+        program.count += 1
+        program.name = name
+        try:
+            return OPERATIONS[name](self, other)
+        except Exception as error:
+            tell_from_here(error)
+            raise
+
+    @door
+    def right(self: X, other: Any) -> X:
+        program.count += 1
+        program.name = name
+        try:
+            return OPERATIONS[name](other, self)
+        except Exception as error:
+            tell_from_here(error)
+            raise
+
+    return left, right
+
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

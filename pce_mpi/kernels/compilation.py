@@ -11,7 +11,7 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
-from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.kernels.interface import StateFields
 
 WARP_SIZE = 32
 #: bytes that one instruction loads or stores for one thread

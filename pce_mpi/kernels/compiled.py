@@ -16,9 +16,17 @@ from pce_mpi.kernels.divergence import (
     row_divergences as row_divergences,
 )
 from pce_mpi.kernels.elementary import DOUBLE, Precision
+from pce_mpi.kernels.interface import (
+    ROW_GRADIENT,
+    ROW_SOFTMAX,
+    ClassWeights,
+    GradientOf,
+    MergedStates,
+    Pair,
+    StateFields,
+    Transform,
+)
 from pce_mpi.kernels.losses import LossTerms, target_log_probs as target_log_probs
-from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = np.ndarray[Any, Any]
 

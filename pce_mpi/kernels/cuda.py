@@ -43,10 +43,19 @@ from pce_mpi.kernels.compilation import (
     source_of,
 )
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
+from pce_mpi.kernels.interface import (
+    ROW_GRADIENT,
+    ROW_SOFTMAX,
+    ClassWeights,
+    GradientOf,
+    Mean,
+    MergedStates,
+    Pair,
+    StateFields,
+    Transform,
+)
 from pce_mpi.kernels.losses import LossTerms
-from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Mean, Pair, Transform
 from pce_mpi.kernels.row_layout import Output, Rows, rows_of
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = Any  # cupy.ndarray
 

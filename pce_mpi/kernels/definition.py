@@ -28,6 +28,7 @@ from pce_mpi.kernels.divergence import (
 )
 from pce_mpi.kernels.elementary import Precision, f64, i64, softcap_slope, u64
 from pce_mpi.kernels.gradients import gradient_of
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, StateFields, Transform
 from pce_mpi.kernels.limbs import Sums, number_of, sum_of_numbers, united_numbers
 from pce_mpi.kernels.losses import (
     row_gradients as row_gradients,
@@ -36,9 +37,7 @@ from pce_mpi.kernels.losses import (
     statistics_gradients as statistics_gradients,
     target_log_probs as target_log_probs,
 )
-from pce_mpi.kernels.parameters import ClassWeights, Transform
 from pce_mpi.kernels.row_softmax import row_softmax as row_softmax
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
 from pce_mpi.kernels.states import merge as merge, states_of
 from pce_mpi.kernels.tiles import put_rows, rows_of, tiles_of
 

@@ -14,7 +14,7 @@ __device__ __forceinline__ double power_of(double shifted) {
 #include <divergence_terms.h>
 #undef NUMBERS
 
-// `Pair` of parameters.py. Both arrays have rows of consecutive classes at a pitch.
+// `Pair` of interface.py. Both arrays have rows of consecutive classes at a pitch.
 struct ClassesOfRow {
   const void *p, *q;
   int p_dtype, q_dtype;

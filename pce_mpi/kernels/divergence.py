@@ -41,9 +41,8 @@ from pce_mpi.kernels.elementary import (
     u64,
 )
 from pce_mpi.kernels.gradients import gradient_of
+from pce_mpi.kernels.interface import INFINITE, NO_GRID, GradientOf, Mean, Pair, StateFields, Transform
 from pce_mpi.kernels.limbs import Sums, sum_of, united, value_of_wide
-from pce_mpi.kernels.parameters import GradientOf, Mean, Pair, Transform
-from pce_mpi.kernels.softmax_state import INFINITE, NO_GRID, StateFields
 from pce_mpi.kernels.tiles import put_rows, rows_of, tiles_of
 
 Array = np.ndarray[Any, Any]

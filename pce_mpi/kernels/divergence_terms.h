@@ -32,7 +32,7 @@ PCE_INLINED NUMBERS error_of(NUMBERS z, NUMBERS low) {
     return computed ? low : constant(0.0);
 }
 
-enum { KL_BY_Q, KL_BY_P };  // the first of `GradientOf` of parameters.py
+enum { KL_BY_Q, KL_BY_P };  // the first of `GradientOf` of interface.py
 
 // Up to this size of r, q is p exp(r), which loses as many of its last digits as r has before the point.
 constexpr double FAR = 4.0, FURTHEST = 44.0;

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import name_of
-from pce_mpi.kernels.parameters import Transform
+from pce_mpi.kernels.interface import Transform
 
 Array = np.ndarray[Any, Any]
 f32, f64, i64, u64 = np.float32, np.float64, np.int64, np.uint64

@@ -5,7 +5,7 @@
 
 namespace pce {
 
-// The columns of `ROW_GRADIENT` in softmax_state.py.
+// The columns of `ROW_GRADIENT` in interface.py.
 struct RowGradient {
     int64_t exponent, column, valid;  // of the normalizer; of the class held, or -1; 0 for a row that does not count
     double top, most;                 // the logit that only counts if it is huge; the largest logit
@@ -47,7 +47,7 @@ struct RowFactor {
 struct Difference {
     double delta, error, rest;
 };
-// `Mean` of parameters.py; both weights are 0 where there is none.
+// `Mean` of interface.py; both weights are 0 where there is none.
 struct Mean {
     double p, q, log_p, log_q;
 };

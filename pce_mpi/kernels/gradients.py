@@ -18,8 +18,7 @@ from pce_mpi.kernels.elementary import (
     softcap_slope,
     transformed,
 )
-from pce_mpi.kernels.parameters import Transform
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, StateFields, Transform
 from pce_mpi.kernels.states import is_huge
 
 Array = np.ndarray[Any, Any]

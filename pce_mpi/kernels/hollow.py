@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.hollow import hollow
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
 
 Array = Any  # Hollow
 

@@ -95,7 +95,7 @@ struct Largest {
     double *values;  // k of each row, the largest first
     int64_t *columns;
 };
-// `Pair` of parameters.py: the logits of P and, in the place of probabilities, those of Q.
+// `Pair` of interface.py: the logits of P and, in the place of probabilities, those of Q.
 struct Divergence {
     Array logits, probabilities, out;  // without `out` the sums are wanted, else the gradient
     const double *weight;              // absent

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.kernels.elementary import transformed
-from pce_mpi.kernels.parameters import Transform
+from pce_mpi.kernels.interface import ROW_GRADIENT, RowSoftmax, StateFields, Transform
 from pce_mpi.kernels.row_softmax import times
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
 
 Array = np.ndarray[Any, Any]
 

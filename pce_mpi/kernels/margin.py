@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.kernels.elementary import i64, two_product, two_sum
+from pce_mpi.kernels.interface import Transform
 from pce_mpi.kernels.limbs import Double
-from pce_mpi.kernels.parameters import Transform
 
 Array = np.ndarray[Any, Any]
 _hex = float.fromhex

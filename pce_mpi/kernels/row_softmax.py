@@ -27,6 +27,7 @@ from pce_mpi.kernels.elementary import (
     two_product,
     two_sum,
 )
+from pce_mpi.kernels.interface import INFINITE, NEGLIGIBLE, NO_MARGIN, ROW_SOFTMAX, StateFields, Transform
 from pce_mpi.kernels.limbs import (
     WIDE,
     Double,
@@ -38,8 +39,6 @@ from pce_mpi.kernels.limbs import (
     value_of,
 )
 from pce_mpi.kernels.margin import margined
-from pce_mpi.kernels.parameters import NO_MARGIN, Transform
-from pce_mpi.kernels.softmax_state import INFINITE, NEGLIGIBLE, ROW_SOFTMAX, StateFields
 from pce_mpi.kernels.states import grid_of, in_units
 
 Array = np.ndarray[Any, Any]

@@ -372,7 +372,7 @@ PCE_FUNCTION double gap_of(const Pair &weight, const Logit &logit, const Pair &w
 
 // The softmax of a row, from its merged state; nan for a row with a nan, a +inf or no class.
 struct RowSoftmax {
-    // The columns of `ROW_SOFTMAX` in softmax_state.py.
+    // The columns of `ROW_SOFTMAX` in interface.py.
     double held_nll, held_probability, held_minus_one, normalizer;
     int64_t exponent;
     double logsumexp, weight, weighted_nll, entropy, target_log_prob, held_z, odds, top, most, held, held_weight;

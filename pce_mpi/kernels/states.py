@@ -23,9 +23,8 @@ from pce_mpi.kernels.elementary import (
     two_product,
     u64,
 )
+from pce_mpi.kernels.interface import FORGOTTEN, NO_ENTROPY, StateFields, Transform
 from pce_mpi.kernels.limbs import Sums, limbs_of, of_kinds, shifted, sum_of, sum_of_numbers, united, united_numbers
-from pce_mpi.kernels.parameters import Transform
-from pce_mpi.kernels.softmax_state import FORGOTTEN, NO_ENTROPY, StateFields
 
 Array = Any  # numpy.ndarray, whose operators on fields of states would take mypy a third of its time
 

@@ -21,7 +21,7 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.kernels import gemm, kernel_of
-from pce_mpi.kernels.softmax_state import RowSoftmax, StateFields
+from pce_mpi.kernels.interface import RowSoftmax, StateFields
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.passes import start_row_softmax

@@ -23,7 +23,7 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.kernels import converted, kernel_of, standard_arithmetic
 from pce_mpi.kernels.classes import order
-from pce_mpi.kernels.softmax_state import NO_CLASS
+from pce_mpi.kernels.interface import NO_CLASS
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.passes import PassResiduals

@@ -16,7 +16,7 @@ import numpy as np
 from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, is_true, to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.kernels import converted, sets_arithmetic, standard_arithmetic
-from pce_mpi.kernels.softmax_state import RowSoftmax
+from pce_mpi.kernels.interface import RowSoftmax
 from pce_mpi.loss.chunks import Gradients, Product, agree_on_product
 from pce_mpi.loss.options import LinearOptions, LinearStatisticsOptions, Options, takes
 from pce_mpi.loss.passes import (

@@ -26,8 +26,7 @@ from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.classes import bits_of, nought_of
 from pce_mpi.kernels.elementary import Precision, log, log1p
-from pce_mpi.kernels.parameters import Transform
-from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.kernels.interface import StateFields, Transform
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Options, check_scale_is_near
 from pce_mpi.loss.passes import Merge

@@ -22,8 +22,7 @@ from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, kernel_of, sets_arithmetic
 from pce_mpi.kernels.elementary import Precision
-from pce_mpi.kernels.parameters import ClassWeights, Transform
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, RowSoftmax, StateFields, Transform
 from pce_mpi.loss.options import Reduction
 from pce_mpi.loss.problem import Problem, check_out, rows_and_classes
 from pce_mpi.validation import check_floating_point

@@ -24,8 +24,7 @@ from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, cupy_of,
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted, standard_arithmetic
 from pce_mpi.kernels.classes import bits_of, nought_of
-from pce_mpi.kernels.parameters import ClassWeights
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, RowSoftmax, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, RowSoftmax, StateFields
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.classes import (
     all_logits,

@@ -4,7 +4,7 @@ from functools import partial
 
 from pce_mpi.autograd.apply import redistribute_on_tape
 from pce_mpi.autograd.gradients import backward_from
-from pce_mpi.distributed.operators import OPERATIONS
+from pce_mpi.distributed.array import OPERATIONS
 from pce_mpi.ops.arithmetic import add
 from pce_mpi.ops.custom import call_function, call_ufunc
 from pce_mpi.ops.joining import getitem

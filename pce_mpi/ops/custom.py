@@ -15,8 +15,7 @@ import numpy as np
 from pce_mpi.autograd.apply import Op, Vjp, apply
 from pce_mpi.autograd.rules import Rule
 from pce_mpi.comm.doors import telling
-from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.operators import OPERATIONS
+from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.ops.classes import argmax
 from pce_mpi.ops.elementwise import abs
 from pce_mpi.ops.products import einsum

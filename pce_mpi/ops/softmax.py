@@ -13,7 +13,7 @@ from pce_mpi.autograd.apply import Call, Op, apply, of_array, operation
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.kernels import converted, standard_arithmetic
-from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.kernels.interface import StateFields
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.passes import row_softmax, write_probabilities
 from pce_mpi.ops.broadcasting import kept_shape, sum

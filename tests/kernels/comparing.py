@@ -10,8 +10,7 @@ from kernels.device_arrays import rows_in_memory
 from kernels.places import OnGpu, OnHost
 from pce_mpi.kernels import definition
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
-from pce_mpi.kernels.parameters import ClassWeights, Transform
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ROW_SOFTMAX, ClassWeights, StateFields, Transform
 from ranks.test_definition import EVERY_TERM, FIELDS, MARGINS, ROWS, fill_gradients_of_statistics, logits_of
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]

@@ -17,7 +17,7 @@ from kernels.comparing import (
 )
 from pce_mpi.kernels import compilation
 from pce_mpi.kernels.compilation import LaunchConfig
-from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.kernels.interface import StateFields
 
 
 def test_rows_beyond_2_to_31_elements(stand_in, cuda):

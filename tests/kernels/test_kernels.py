@@ -27,8 +27,7 @@ from kernels.device_arrays import rows_in_memory
 from pce_mpi.kernels import compilation, definition
 from pce_mpi.kernels.compilation import LaunchConfig
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE
-from pce_mpi.kernels.parameters import ClassWeights, Transform
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, StateFields, Transform
 from ranks.test_definition import FIELDS, KINDS, logits_of
 from ranks.test_divergence import sums_and_gradients
 

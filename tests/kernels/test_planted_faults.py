@@ -26,8 +26,7 @@ from kernels.test_kernels import (
 )
 from pce_mpi.kernels import compilation
 from pce_mpi.kernels.compilation import LaunchConfig
-from pce_mpi.kernels.parameters import Transform
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT
+from pce_mpi.kernels.interface import ROW_GRADIENT, Transform
 from ranks.test_definition import FIELDS
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pce_mpi as pce
 from pce_mpi import DistArray, Mesh, Partial, Replicate, Rule, Shard, dense, from_local
 from pce_mpi.arrays import array_namespace, to_host
-from pce_mpi.distributed.operators import OPERATIONS
+from pce_mpi.distributed.array import OPERATIONS
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.testing.gradients import normal_numbers as numbers
 from ranks.grids import local_of, mesh_of

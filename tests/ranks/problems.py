@@ -17,8 +17,7 @@ from pce_mpi import dense
 from pce_mpi.dense.losses import with_margin
 from pce_mpi.kernels import definition
 from pce_mpi.kernels.elementary import SINGLE
-from pce_mpi.kernels.parameters import ClassWeights, Transform
-from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.kernels.interface import ClassWeights, StateFields, Transform
 from ulps import FLOAT32, FLOAT64, HALF, OPTIONS, errors, ulp
 
 Array = np.ndarray[Any, Any]

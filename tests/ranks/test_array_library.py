@@ -12,7 +12,7 @@ import pce_mpi as pce
 from pce_mpi import Shard, kernels
 from pce_mpi.arrays import to_host
 from pce_mpi.comm import collectives
-from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.kernels.interface import StateFields
 from pce_mpi.testing import in_step
 from ranks.placed import error_of
 from ranks.problems import NARROW, SPLITS, WIDE, Results, draw, evaluate as on_host, part_of, same_on_every_rank

@@ -22,8 +22,7 @@ from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.errors import CollectiveTimeout
 from pce_mpi.comm.tracing import Purpose, cause
 from pce_mpi.kernels.elementary import SINGLE
-from pce_mpi.kernels.parameters import Transform
-from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.kernels.interface import StateFields, Transform
 from pce_mpi.loss.passes import Merge
 from ranks.grids import MEMORY_ORDERS, awaiting_a_message
 from ranks.problems import softmax_states

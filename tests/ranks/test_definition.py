@@ -13,9 +13,8 @@ import pytest
 
 from pce_mpi.kernels import compiled, definition
 from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision, fma32
+from pce_mpi.kernels.interface import ROW_GRADIENT, ROW_SOFTMAX, ClassWeights, StateFields, Transform
 from pce_mpi.kernels.losses import LossTerms
-from pce_mpi.kernels.parameters import ClassWeights, Transform
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
 from ulps import LOSS, OPTIONS, errors
 
 SETS = compiled.instruction_sets()

@@ -12,8 +12,7 @@ from pce_mpi import Replicate, Shard, dense
 from pce_mpi.kernels import definition
 from pce_mpi.kernels.divergence import mean_of
 from pce_mpi.kernels.elementary import SINGLE
-from pce_mpi.kernels.parameters import ClassWeights, GradientOf, Pair, Transform
-from pce_mpi.kernels.softmax_state import ROW_GRADIENT, ROW_SOFTMAX, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ROW_SOFTMAX, ClassWeights, GradientOf, Pair, StateFields, Transform
 from ranks.exact import exact_divergence
 from ranks.grids import mesh_of, squarest
 from ranks.problems import is_same, split

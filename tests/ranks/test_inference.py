@@ -12,9 +12,8 @@ import pytest
 import pce_mpi as pce
 from pce_mpi import Inference, Shard, infer_placements
 from pce_mpi.comm.communicators import Channel
-from pce_mpi.distributed.array import DistArray
+from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.distributed.operators import OPERATIONS
 from pce_mpi.distributed.placements import Placement
 from ranks.grids import local_of, mesh_of, spread, squarest
 from ranks.op_cases import CASES, DEFINED, Case

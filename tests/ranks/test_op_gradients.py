@@ -12,8 +12,7 @@ import pce_mpi as pce
 from pce_mpi import Shard
 from pce_mpi.arrays import is_floating
 from pce_mpi.autograd.apply import apply, put_on_tape
-from pce_mpi.distributed.array import DistArray
-from pce_mpi.distributed.operators import OPERATIONS
+from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.testing.gradients import normal_numbers as numbers, projected, slope
 from ranks.op_cases import (

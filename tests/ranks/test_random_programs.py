@@ -21,7 +21,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import DistArray, Mesh, Partial, Replicate, Shard, from_local
-from pce_mpi.distributed.operators import OPERATIONS
+from pce_mpi.distributed.array import OPERATIONS
 from pce_mpi.hollow import hollow
 from pce_mpi.ops import arithmetic
 from pce_mpi.testing.gradients import normal_numbers

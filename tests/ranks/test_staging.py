@@ -15,8 +15,7 @@ from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.library import gpu_aware
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels.elementary import SINGLE
-from pce_mpi.kernels.parameters import Transform
-from pce_mpi.kernels.softmax_state import StateFields
+from pce_mpi.kernels.interface import StateFields, Transform
 from pce_mpi.loss.passes import Merge
 from ranks.problems import softmax_states
 import strict_cupy
