@@ -42,14 +42,13 @@ from pce_mpi.distributed.placements import shard_range
 from pce_mpi.gpu import gpus
 from pce_mpi.kernels import kernel_of
 from pce_mpi.kernels.compilation import OPTIONS
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE
-from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, StateFields, Transform
+from pce_mpi.kernels.interface import DOUBLE, ROW_GRADIENT, SINGLE, ClassWeights, Pass, StateFields, Transform
 from pce_mpi.loss import (
     softmax_cross_entropy_backward,
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
-from pce_mpi.loss.passes import Merge
+from pce_mpi.loss.passes import merge_of
 
 COMM = MPI.COMM_WORLD
 Array = Any  # cupy.ndarray
@@ -263,11 +262,7 @@ class Kernels:
         self._module = kernel_of(logits)
         columns = targets - class_start
         self._columns = xp.where((columns >= 0) & (columns < classes), columns, -1)
-        self._options: dict[str, Any] = {
-            "weights": ClassWeights(),
-            "transform": Transform(),
-            "precision": DOUBLE if logits.dtype == np.float64 else SINGLE,
-        }
+        self._how = Pass(PLAIN, Transform(), DOUBLE if logits.dtype == np.float64 else SINGLE)
         self._class_start = class_start
         # Logits that are gradients already become small numbers again.
         gradients = np.zeros((rows, len(ROW_GRADIENT)))
@@ -277,12 +272,10 @@ class Kernels:
         self._gradients = xp.asarray(gradients.view(np.uint64))
 
     def forward(self, logits: Array) -> None:
-        self._module.fill_states(
-            logits[:, :, None], self._columns, PLAIN, class_start=self._class_start, **self._options
-        )
+        self._module.fill_states(logits[:, :, None], self._columns, self._how, ClassWeights(), self._class_start)
 
     def backward(self, logits: Array, out: Array) -> None:
-        self._module.write_gradient(out[:, :, None], logits[:, :, None], self._gradients, PLAIN, **self._options)
+        self._module.write_gradient(out[:, :, None], logits[:, :, None], self._gradients, self._how, ClassWeights())
 
 
 def event_milliseconds(
@@ -329,7 +322,7 @@ def peer_milliseconds(peer: Peer, call: Callable[[Any], object], shards: Shards,
 
 def merge_seconds(rows: int, repeat: int) -> float:
     """The median time of the all-reduce of one plain softmax state a row, on the host."""
-    states, merge = PLAIN.identity(rows), Merge(PLAIN, Transform(), SINGLE)
+    states, merge = PLAIN.identity(rows), merge_of(Pass(PLAIN, Transform(), SINGLE))
     times = []
     for _ in range(WARM_UP + repeat):
         agree(COMM, "bench", {})

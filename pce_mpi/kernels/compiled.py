@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, cached_property, lru_cache
 from struct import Struct
 from typing import Any
@@ -15,16 +16,17 @@ from pce_mpi.kernels.divergence import (
     logsumexp_differences as logsumexp_differences,
     row_divergences as row_divergences,
 )
-from pce_mpi.kernels.elementary import DOUBLE, Precision
 from pce_mpi.kernels.interface import (
+    DOUBLE,
     ROW_GRADIENT,
     ROW_SOFTMAX,
+    STATISTICS,
     ClassWeights,
     GradientOf,
     MergedStates,
     Pair,
+    Pass,
     StateFields,
-    Transform,
 )
 from pce_mpi.kernels.losses import LossTerms, target_log_probs as target_log_probs
 
@@ -78,7 +80,8 @@ def _weights(weights: ClassWeights, used: bool) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=64)
-def _call(fields: StateFields, transform: Transform, precision: Precision) -> tuple[Any, ...]:
+def _call(how: Pass) -> tuple[Any, ...]:
+    fields, transform, precision = how
     return fields.flags, transform.scale, transform.softcap or 0.0, precision is DOUBLE
 
 
@@ -89,26 +92,19 @@ def valid_rows(targets: Array, ignore_index: int) -> tuple[Array, bool, int]:
 
 
 def fill_states(
-    logits: Array,
-    target_column: Array | None,
-    fields: StateFields,
-    *,
-    weights: ClassWeights,
-    transform: Transform,
-    precision: Precision,
-    class_start: int,
+    logits: Array, target_column: Array | None, how: Pass, weights: ClassWeights, class_start: int
 ) -> Array:
     """Return the states of the rows of this shard; `definition.fill_states` has the arguments."""
+    fields = how.fields
     states = np.empty(logits.shape[0] * logits.shape[2], fields.dtype)
     used = fields.held_weight or fields.weight or fields.weighted_logit
-    call = _call(fields, transform, precision)
-    _compiled.fill_states(*_raw(logits), target_column, *_weights(weights, used), class_start, states, *call)
+    _compiled.fill_states(*_raw(logits), target_column, *_weights(weights, used), class_start, states, *_call(how))
     return states
 
 
-def merge(a: Array, b: Array, fields: StateFields, transform: Transform, precision: Precision) -> None:
+def merge(a: Array, b: Array, how: Pass) -> None:
     """Merge the states `a` of some classes into the states `b` of others, of the same rows."""
-    _compiled.merge_states(a, b, *_call(fields, transform, precision))
+    _compiled.merge_states(a, b, *_call(how))
 
 
 class CompiledStates(MergedStates):
@@ -125,11 +121,9 @@ class CompiledStates(MergedStates):
         return columns
 
 
-def row_softmax(
-    states: Array, fields: StateFields, transform: Transform, precision: Precision, class_weights: Array | None
-) -> CompiledStates:
+def row_softmax(states: Array, how: Pass, class_weights: Array | None) -> CompiledStates:
     """Return the softmax of each row."""
-    return CompiledStates(states, class_weights, *_call(fields, transform, precision), *transform.margin)
+    return CompiledStates(states, class_weights, *_call(how), *how.transform.margin)
 
 
 def row_losses(softmax: CompiledStates, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
@@ -156,14 +150,12 @@ def statistics_gradients(
     target_column: Array | None,
     classes: range,
     scale: float,
-    log_prob: Array,
-    entropy: Array,
-    logsumexp: Array,
+    upstream: Mapping[str, Array],
 ) -> Array:
     """Return the rows of a gradient of statistics; `losses.statistics_gradients` has the arguments."""
     rows = np.empty((len(softmax), len(ROW_GRADIENT)))
-    given = softmax.given, valid, target_column, classes.start, len(classes), scale, log_prob, entropy, logsumexp
-    _compiled.statistics_gradients(*given, rows)
+    given = softmax.given, valid, target_column, classes.start, len(classes), scale
+    _compiled.statistics_gradients(*given, *map(upstream.__getitem__, STATISTICS), rows)
     return rows
 
 
@@ -185,19 +177,10 @@ def row_gradients(
     return softmax.given, valid, target_column, upstream, divisor, scale, _TERMS.pack(*terms)
 
 
-def write_gradient(
-    out: Array,
-    logits: Array,
-    rows: Array | GradientRows,
-    fields: StateFields,
-    *,
-    weights: ClassWeights,
-    transform: Transform,
-    precision: Precision,
-) -> None:
+def write_gradient(out: Array, logits: Array, rows: Array | GradientRows, how: Pass, weights: ClassWeights) -> None:
     """Write the gradient of the logits into `out`; `definition.write_gradient` has the arguments."""
-    call = _call(fields, transform, precision)
-    _compiled.write_gradient(*_raw(logits), *_raw(out), rows, *_weights(weights, fields.weighted_logit), *call)
+    used = how.fields.weighted_logit
+    _compiled.write_gradient(*_raw(logits), *_raw(out), rows, *_weights(weights, used), *_call(how))
 
 
 # The largest k for which the k best elements of a row are kept in order while the others are compared with the last.

@@ -14,6 +14,7 @@ Each kernel is compiled when it is first launched, and CuPy caches the result on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Any
 
@@ -42,15 +43,19 @@ from pce_mpi.kernels.compilation import (
     loop,
     source_of,
 )
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
 from pce_mpi.kernels.interface import (
+    DOUBLE,
     ROW_GRADIENT,
     ROW_SOFTMAX,
+    SINGLE,
+    STATISTICS,
     ClassWeights,
     GradientOf,
     Mean,
     MergedStates,
     Pair,
+    Pass,
+    Precision,
     StateFields,
     Transform,
 )
@@ -97,20 +102,13 @@ def _way_of(scale: float) -> str:
     return "PLAIN" if scale == 1.0 else "SCALED" if exact else "SCALED_IN_DOUBLE"
 
 
-def _loop_of(
-    function: str,
-    dtype: np.dtype[Any],
-    fields: int,
-    weights: ClassWeights,
-    transform: Transform,
-    precision: Precision,
-) -> Kernel | None:
+def _loop_of(function: str, dtype: np.dtype[Any], fields: int, weights: ClassWeights, how: Pass) -> Kernel | None:
     """Return the kernel with a loop over vectors for these fields, None if the general one has to do it."""
-    least, most = _NEAR_SCALES
+    (least, most), scale = _NEAR_SCALES, how.transform.scale
     ones = not fields & WEIGHTED_LOGIT or (weights.weight is None and weights.probabilities is None)
-    if precision is not SINGLE or transform.softcap is not None or not ones or not least <= transform.scale <= most:
+    if how.precision is not SINGLE or how.transform.softcap is not None or not ones or not least <= scale <= most:
         return None
-    kernel = loop(function, dtype.name, _way_of(transform.scale), fields)
+    kernel = loop(function, dtype.name, _way_of(scale), fields)
     return kernel if kernel in LOOPS else None
 
 
@@ -133,14 +131,7 @@ def _transform_arguments(transform: Transform) -> tuple[np.float64, np.float64]:
 
 
 def fill_states(
-    logits: Array,
-    target_column: Array | None,
-    fields: StateFields,
-    *,
-    weights: ClassWeights,
-    transform: Transform,
-    precision: Precision,
-    class_start: int,
+    logits: Array, target_column: Array | None, how: Pass, weights: ClassWeights, class_start: int
 ) -> Array:
     """Return the states of the rows of logits (outer, classes, inner), uint64 (rows, words), as in `fields.dtype`.
 
@@ -148,7 +139,7 @@ def fill_states(
     None if there are no index targets.
     """
     outer, classes, inner = logits.shape
-    rows = outer * inner
+    rows, fields = outer * inner, how.fields
     if rows == 0 or classes == 0:
         return cupy.asarray(fields.identity(rows).view(np.uint64).reshape(rows, fields.dtype.itemsize // 8))
     words = fields.dtype.itemsize // 8
@@ -156,7 +147,7 @@ def fill_states(
     multiprocessors = _multiprocessors(cupy.cuda.Device().id)
     config = LaunchConfig.for_forward(rows, classes, logits.dtype.itemsize, multiprocessors=multiprocessors)
     sums = fields.weight or fields.weighted_logit or fields.entropy
-    scale, softcap = _transform_arguments(transform)
+    scale, softcap = _transform_arguments(how.transform)
     split_states = cupy.empty((rows, config.splits, words), np.uint64)
     arguments = [
         *_grid_arguments(source, rows, classes, config),
@@ -167,11 +158,11 @@ def fill_states(
         split_states,
     ]
     looped = fields.flags & (HOLD_LARGEST | WEIGHTED_LOGIT | ENTROPY)
-    kernel = _loop_of("fill_states", logits.dtype, looped, weights, transform, precision)
+    kernel = _loop_of("fill_states", logits.dtype, looped, weights, how)
     if kernel is not None:
         arguments.append(np.int64(class_start))
     else:
-        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(precision)}"
+        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(how.precision)}"
         kernel = Kernel("general_forward.cu", f"pce::fill_general_states<{types}>")
         arguments += [softcap, *_probabilities_of(weights, sums or fields.held_weight), np.int64(class_start)]
     _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
@@ -180,7 +171,7 @@ def fill_states(
     states = cupy.empty((rows, words), np.uint64)
     arguments = [split_states, np.int64(rows), np.int32(config.splits), scale, softcap, np.int32(fields.flags), states]
     merge_blocks = -(-rows // (MERGE_BLOCK_THREADS // WARP_SIZE))
-    kernel = Kernel("merge.cu", f"pce::merge_states<{_name_of(precision)}>")
+    kernel = Kernel("merge.cu", f"pce::merge_states<{_name_of(how.precision)}>")
     _launch(kernel, (merge_blocks, 1), MERGE_BLOCK_THREADS, *arguments)
     return states
 
@@ -194,19 +185,12 @@ def _grid_arguments(source: Rows, rows: int, classes: int, config: LaunchConfig)
 class GpuStates(MergedStates):
     """Merged states on a GPU."""
 
-    def __init__(
-        self,
-        states: Array,
-        fields: StateFields,
-        transform: Transform,
-        precision: Precision,
-        class_weights: np.ndarray[Any, Any] | None,
-    ):
+    def __init__(self, states: Array, how: Pass, class_weights: HostArray | None):
         super().__init__(states)
-        self.precision = precision
+        self.precision = how.precision
         sums = None if class_weights is None else cupy.asarray(class_weights)
-        self.margin = _numbers_of(transform.margin)
-        call = *_transform_arguments(transform), np.int32(fields.flags), sums
+        self.margin = _numbers_of(how.transform.margin)
+        call = *_transform_arguments(how.transform), np.int32(how.fields.flags), sums
         self._arguments = cupy.ascontiguousarray(states), np.int64(len(self)), *call
 
     def launch(self, file: str, function: str, *arguments: Any) -> None:
@@ -223,14 +207,12 @@ class GpuStates(MergedStates):
         return columns
 
 
-def row_softmax(
-    states: Array, fields: StateFields, transform: Transform, precision: Precision, class_weights: Any | None
-) -> GpuStates:
+def row_softmax(states: Array, how: Pass, class_weights: HostArray | None) -> GpuStates:
     """Return the softmax of each row.
 
     `class_weights`, on the host, is the sum of the weights of all classes, for states without such a sum.
     """
-    return GpuStates(states, fields, transform, precision, class_weights)
+    return GpuStates(states, how, class_weights)
 
 
 def _numbers_of(terms: tuple[float, ...]) -> list[np.float64]:
@@ -294,8 +276,8 @@ def target_log_probs(
     """
     states = cupy.repeat(softmax.states[:, :_WORDS], chosen.shape[1], axis=0)
     targets = (_wide(chosen) + 0.0).reshape(-1, 1).view(np.uint64)
-    fields, precision = StateFields(hold_largest=True, target=True), softmax.precision
-    each = GpuStates(cupy.concatenate([states, targets], axis=1), fields, transform, precision, None)
+    how = Pass(StateFields(hold_largest=True, target=True), transform, softmax.precision)
+    each = GpuStates(cupy.concatenate([states, targets], axis=1), how, None)
     return row_statistics(each, cupy.ascontiguousarray(valid).reshape(-1), dtype)[0][3].reshape(chosen.shape)
 
 
@@ -309,18 +291,16 @@ def statistics_gradients(
     target_column: Array | None,
     classes: range,
     _: float,
-    log_prob: Any,
-    entropy: Any,
-    logsumexp: Any,
+    upstream: Mapping[str, Array],
 ) -> Array:
     """Return the rows of a gradient of statistics; `losses.statistics_gradients` has the arguments.
 
     Those that `row_gradients` takes are as there.
     """
     gradients = cupy.empty((len(softmax), len(ROW_GRADIENT)), np.float64)
-    upstream = [argument for each in (log_prob, entropy, logsumexp) for argument in _upstream_arguments(each)]
+    given = [argument for name in STATISTICS for argument in _upstream_arguments(upstream[name])]
     shard = np.int64(classes.start), np.int64(len(classes))
-    softmax.launch("statistics.cu", "fill_statistics_gradients", valid, target_column, *shard, *upstream, gradients)
+    softmax.launch("statistics.cu", "fill_statistics_gradients", valid, target_column, *shard, *given, gradients)
     return gradients
 
 
@@ -387,15 +367,8 @@ def _wide(x: Array) -> Array:
 
 def _largest_columns(x: Array) -> Array:
     """Return the column of the largest element of each row, (rows, 1), by the pass of the statistics."""
-    states = fill_states(
-        x[:, :, None],
-        None,
-        StateFields(hold_largest=True, argmax=True),
-        weights=ClassWeights(),
-        transform=Transform(),
-        precision=DOUBLE if x.dtype == np.float64 else SINGLE,
-        class_start=0,
-    )
+    how = Pass(StateFields(hold_largest=True, argmax=True), Transform(), DOUBLE if x.dtype == np.float64 else SINGLE)
+    states = fill_states(x[:, :, None], None, how, ClassWeights(), 0)
     return states[:, -1:].view(np.int64)  # the last field of such states
 
 
@@ -466,16 +439,7 @@ def halves_of(values: Array, dtype: np.dtype[Any], scale: Array | None, count: i
     return halves
 
 
-def write_gradient(
-    out: Array,
-    logits: Array,
-    rows: Array,
-    fields: StateFields,
-    *,
-    weights: ClassWeights,
-    transform: Transform,
-    precision: Precision,
-) -> None:
+def write_gradient(out: Array, logits: Array, rows: Array, how: Pass, weights: ClassWeights) -> None:
     """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be the same array.
 
     `rows` has the columns of `ROW_GRADIENT`, (rows, columns).
@@ -486,8 +450,8 @@ def write_gradient(
         return
     output, source = Output.of(out), rows_of(logits)
     config = LaunchConfig.for_backward(count, classes, logits.dtype.itemsize)
-    scale, softcap = _transform_arguments(transform)
-    used = fields.weighted_logit
+    scale, softcap = _transform_arguments(how.transform)
+    fields, used = how.fields, how.fields.weighted_logit
     arguments = [
         *_grid_arguments(source, count, classes, config),
         output.rows.array,
@@ -496,9 +460,9 @@ def write_gradient(
         scale,
     ]
     looped = fields.flags & (WEIGHTED_LOGIT | ENTROPY)
-    kernel = _loop_of("write_gradient", logits.dtype, looped, weights, transform, precision)
+    kernel = _loop_of("write_gradient", logits.dtype, looped, weights, how)
     if kernel is None or not output.aligned_with(source, logits.dtype):
-        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(precision)}"
+        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(how.precision)}"
         kernel = Kernel("general_backward.cu", f"pce::write_general_gradient<{types}>")
         arguments += [np.int32(fields.flags), np.int32(DTYPE_CODES[out.dtype.name]), softcap]
         arguments += [_weight_of(weights, used), *_probabilities_of(weights, used)]

@@ -26,9 +26,9 @@ from pce_mpi.kernels.divergence import (
     row_divergences as row_divergences,
     write_divergence_gradient as write_divergence_gradient,
 )
-from pce_mpi.kernels.elementary import Precision, f64, i64, softcap_slope, u64
+from pce_mpi.kernels.elementary import f64, i64, softcap_slope, u64
 from pce_mpi.kernels.gradients import gradient_of
-from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, StateFields, Transform
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass
 from pce_mpi.kernels.limbs import Sums, number_of, sum_of_numbers, united_numbers
 from pce_mpi.kernels.losses import (
     row_gradients as row_gradients,
@@ -51,14 +51,7 @@ def valid_rows(targets: Array, ignore_index: int) -> tuple[Array, bool, int]:
 
 
 def fill_states(
-    logits: Array,
-    target_column: Array | None,
-    fields: StateFields,
-    *,
-    weights: ClassWeights,
-    transform: Transform,
-    precision: Precision,
-    class_start: int,
+    logits: Array, target_column: Array | None, how: Pass, weights: ClassWeights, class_start: int
 ) -> Array:
     """Return the states of the rows of this shard.
 
@@ -66,6 +59,7 @@ def fill_states(
     single target.
     """
     rows, classes = logits.shape[0] * logits.shape[2], logits.shape[1]
+    fields = how.fields
     states = fields.identity(rows)
     weighted = fields.held_weight or fields.weight or fields.weighted_logit
     with np.errstate(all="ignore"):
@@ -73,29 +67,18 @@ def fill_states(
             part = states_of(
                 rows_of(logits, mine, tile),
                 None if target_column is None else target_column[mine] - tile.start,
-                fields,
-                u=_class_weights(weights, mine, tile) if weighted else None,
-                transform=transform,
-                precision=precision,
-                first_class=class_start + tile.start,
+                how,
+                _class_weights(weights, mine, tile) if weighted else None,
+                class_start + tile.start,
             )
             if tile.start == 0:
                 states[mine] = part
             else:
-                merge(part, states[mine], fields, transform, precision)
+                merge(part, states[mine], how)
     return states
 
 
-def write_gradient(
-    out: Array,
-    logits: Array,
-    rows: Array,
-    fields: StateFields,
-    *,
-    weights: ClassWeights,
-    transform: Transform,
-    precision: Precision,
-) -> None:
+def write_gradient(out: Array, logits: Array, rows: Array, how: Pass, weights: ClassWeights) -> None:
     """Write the gradient of the logits into `out`; both are (outer, classes, inner) and may be one array."""
     column, valid, target = (rows[:, ROW_GRADIENT[name]].view(i64) for name in ("column", "valid", "target"))
     held_gradient, held, held_weight = (
@@ -104,17 +87,17 @@ def write_gradient(
     with np.errstate(all="ignore"):
         for mine, tile in tiles_of(len(rows), logits.shape[1]):
             x = rows_of(logits, mine, tile)
-            u = _class_weights(weights, mine, tile) if fields.weighted_logit else None
+            u = _class_weights(weights, mine, tile) if how.fields.weighted_logit else None
             is_target = np.arange(tile.start, tile.stop) == target[mine, None]
-            value = gradient_of(x, rows[mine], fields, transform, precision, 1.0 if u is None else u, is_target)
+            value = gradient_of(x, rows[mine], how, 1.0 if u is None else u, is_target)
             if weights.probabilities is None:
                 is_held = np.arange(tile.start, tile.stop) == column[mine, None]
             else:
                 is_held = (x == held[mine]) & (u == held_weight[mine])
             at_held = np.broadcast_to(held_gradient[mine], x.shape)
-            if transform.softcap is not None:
-                at_held = at_held * softcap_slope(x.astype(f64), transform)
-            value = np.where(is_held, at_held.astype(precision.dtype), value)
+            if how.transform.softcap is not None:
+                at_held = at_held * softcap_slope(x.astype(f64), how.transform)
+            value = np.where(is_held, at_held.astype(how.precision.dtype), value)
             value[valid[mine] == 0] = 0.0
             put_rows(out, mine, tile, value)
 

@@ -24,10 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.kernels.elementary import (
-    DOUBLE,
     HUGE,
-    SHORT,
-    Precision,
     atanh_tail,
     curved,
     f64,
@@ -41,7 +38,19 @@ from pce_mpi.kernels.elementary import (
     u64,
 )
 from pce_mpi.kernels.gradients import gradient_of
-from pce_mpi.kernels.interface import INFINITE, NO_GRID, GradientOf, Mean, Pair, StateFields, Transform
+from pce_mpi.kernels.interface import (
+    DOUBLE,
+    INFINITE,
+    NO_GRID,
+    SHORT,
+    GradientOf,
+    Mean,
+    Pair,
+    Pass,
+    Precision,
+    StateFields,
+    Transform,
+)
 from pce_mpi.kernels.limbs import Sums, sum_of, united, value_of_wide
 from pce_mpi.kernels.tiles import put_rows, rows_of, tiles_of
 
@@ -135,7 +144,7 @@ def _classes(pair: Pair, rows: slice, classes: slice) -> _Classes:
     precision = SHORT if pair.single else DOUBLE
     logits = [rows_of(each, rows, classes).astype(f64) for each in (pair.p, pair.q)]
     p, q = (
-        gradient_of(x, each[rows], StateFields(), pair.transform, precision)
+        gradient_of(x, each[rows], Pass(StateFields(), pair.transform, precision))
         for x, each in zip(logits, (pair.p_rows, pair.q_rows), strict=True)
     )
     (z_p, low_p), (z_q, low_q) = (_transformed(x, pair.transform) for x in logits)

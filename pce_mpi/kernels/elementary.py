@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import name_of
-from pce_mpi.kernels.interface import Transform
+from pce_mpi.kernels.interface import DOUBLE, SHORT, SINGLE, Precision, Transform
 
 Array = np.ndarray[Any, Any]
 f32, f64, i64, u64 = np.float32, np.float64, np.int64, np.uint64
@@ -56,19 +56,6 @@ NEAR32, NEAR, HUGE = f32(2048.0), 2.0**20, 2.0**60
 
 # The bits of float64 after the first 13 digits; elements that stay in the cache.
 _REST, _BLOCK = (1 << 40) - 1, 2**13
-
-
-class Precision(NamedTuple):
-    """Bits of an element's fraction, bits of a digit, and the dtype of t."""
-
-    point: int
-    width: int
-    dtype: np.dtype[Any]
-
-
-SINGLE, DOUBLE = Precision(30, 21, np.dtype(f32)), Precision(62, 36, np.dtype(f64))
-# float64 with the polynomials of fewer terms.
-SHORT = Precision(*DOUBLE)
 
 
 def fma32(a: Array, b: Any, c: Any) -> Array:

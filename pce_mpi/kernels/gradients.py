@@ -6,38 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.kernels.elementary import (
-    SINGLE,
-    Precision,
-    exponential,
-    f32,
-    f64,
-    fma32,
-    i64,
-    power,
-    softcap_slope,
-    transformed,
-)
-from pce_mpi.kernels.interface import ROW_GRADIENT, StateFields, Transform
+from pce_mpi.kernels.elementary import exponential, f32, f64, fma32, i64, power, softcap_slope, transformed
+from pce_mpi.kernels.interface import ROW_GRADIENT, SINGLE, Pass, Precision, Transform
 from pce_mpi.kernels.states import is_huge
 
 Array = np.ndarray[Any, Any]
 
 
-def gradient_of(
-    x: Array,
-    rows: Array,
-    fields: StateFields,
-    transform: Transform,
-    precision: Precision,
-    u: Array | float = 1.0,
-    is_target: Array | bool = False,
-) -> Array:
+def gradient_of(x: Array, rows: Array, how: Pass, u: Array | float = 1.0, is_target: Array | bool = False) -> Array:
     """Return the gradient of a tile of logits that are not held, (rows, classes), in the precision's dtype.
 
     It is factor exp(z) 2^-exponent - weight_factor u, times the slope of the softcap; `rows` has the columns of
     `ROW_GRADIENT`. The gradient of statistics has one more factor, and one more term at the target.
     """
+    fields, transform, precision = how
     value = _probabilities(x, rows, transform, precision)
     if fields.weighted_logit or fields.entropy or transform.softcap is not None:
         value = value.astype(f64)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.hollow import hollow
-from pce_mpi.kernels.interface import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ROW_SOFTMAX, MergedStates, Pass
 
 Array = Any  # Hollow
 
@@ -17,8 +17,8 @@ def valid_rows(targets: Array, _: int) -> tuple[Array, bool, int]:
     return hollow(targets.shape, np.bool_), True, 0
 
 
-def fill_states(logits: Array, _: Array, fields: StateFields, **__: Any) -> Array:
-    return hollow(logits.shape[0] * logits.shape[2], fields.dtype)
+def fill_states(logits: Array, _: Array, how: Pass, *__: Any) -> Array:
+    return hollow(logits.shape[0] * logits.shape[2], how.fields.dtype)
 
 
 class HollowStates(MergedStates):
@@ -43,7 +43,7 @@ def row_statistics(softmax: Array, _: Any, dtype: np.dtype[Any]) -> tuple[Array,
     return hollow((5, len(softmax)), dtype), hollow(len(softmax), np.int64)
 
 
-def statistics_gradients(softmax: Array, *_: Any, **__: Any) -> Array:
+def statistics_gradients(softmax: Array, *_: Any) -> Array:
     return hollow((len(softmax), len(ROW_GRADIENT)))
 
 
@@ -83,7 +83,7 @@ def converted(values: Array, dtype: np.dtype[Any]) -> Array:
     return values.astype(dtype)
 
 
-def write_gradient(*_: Any, **__: Any) -> None:
+def write_gradient(*_: Any) -> None:
     pass
 
 

@@ -50,6 +50,27 @@ class Transform(NamedTuple):
     margin: tuple[float, float, float] = NO_MARGIN
 
 
+class Precision(NamedTuple):
+    """Bits of an element's fraction, bits of a digit, and the dtype of t."""
+
+    point: int
+    width: int
+    dtype: np.dtype[Any]
+
+
+SINGLE, DOUBLE = Precision(30, 21, np.dtype(np.float32)), Precision(62, 36, np.dtype(np.float64))
+# float64 with the polynomials of fewer terms.
+SHORT = Precision(*DOUBLE)
+
+
+class Pass(NamedTuple):
+    """A pass over logits: the fields of its states, the function z of the logits, and the precision of exp(z)."""
+
+    fields: StateFields
+    transform: Transform
+    precision: Precision
+
+
 class ClassWeights(NamedTuple):
     """The weights u of a sum over classes: `weight`, or `weight` times the smoothed target probabilities.
 
@@ -260,3 +281,6 @@ ROW_GRADIENT = {
         )
     )
 }
+
+# The statistics that have gradients, in the order of the compiled kernels.
+STATISTICS = "log_prob", "entropy", "logsumexp"

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pce_mpi.kernels.elementary import DOUBLE, f64, i64, scaled, two_sum, u64
-from pce_mpi.kernels.interface import INFINITE, MINUS_INFINITE, NO_GRID, NOT_A_NUMBER
+from pce_mpi.kernels.elementary import f64, i64, scaled, two_sum, u64
+from pce_mpi.kernels.interface import DOUBLE, INFINITE, MINUS_INFINITE, NO_GRID, NOT_A_NUMBER
 
 Array = np.ndarray[Any, Any]
 

@@ -5,6 +5,7 @@ With h the class held apart, the loss of a row is u_h (-log p_h) + sum_{c != h} 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,9 +132,7 @@ def statistics_gradients(
     target_column: Array | None,
     classes: range,
     scale: float,
-    log_prob: Array,
-    entropy: Array,
-    logsumexp: Array,
+    upstream: Mapping[str, Array],
 ) -> Array:
     """Return the rows of a gradient from those of three statistics, (rows, columns of `ROW_GRADIENT`).
 
@@ -145,8 +144,9 @@ def statistics_gradients(
     whole = gradient.view(np.int64)
     column = rows.argmax.view(np.int64) - classes.start  # that of the class held apart
     is_held = np.False_ if target_column is None else target_column == column
+    entropy, logsumexp = upstream["entropy"], upstream["logsumexp"]
     with np.errstate(all="ignore"):
-        log_prob = np.where(valid, log_prob, 0.0)
+        log_prob = np.where(valid, upstream["log_prob"], 0.0)
         common = logsumexp - entropy * (rows.entropy - rows.held_nll)
         less_one = np.where(is_held, rows.held_minus_one, rows.held_probability)
         columns = {

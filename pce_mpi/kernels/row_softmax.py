@@ -15,7 +15,6 @@ from pce_mpi.kernels.elementary import (
     HI,
     HUGE,
     LO,
-    Precision,
     f64,
     i64,
     log,
@@ -27,7 +26,13 @@ from pce_mpi.kernels.elementary import (
     two_product,
     two_sum,
 )
-from pce_mpi.kernels.interface import INFINITE, NEGLIGIBLE, NO_MARGIN, ROW_SOFTMAX, StateFields, Transform
+from pce_mpi.kernels.interface import (
+    INFINITE,
+    NEGLIGIBLE,
+    NO_MARGIN,
+    ROW_SOFTMAX,
+    Pass,
+)
 from pce_mpi.kernels.limbs import (
     WIDE,
     Double,
@@ -50,14 +55,8 @@ class _SoftmaxColumns:
     `class_weights` is the sum of the weights of all classes, for states without such a sum: a grid and limbs.
     """
 
-    def __init__(
-        self,
-        states: Array,
-        fields: StateFields,
-        transform: Transform,
-        precision: Precision,
-        class_weights: Array | None = None,
-    ):
+    def __init__(self, states: Array, how: Pass, class_weights: Array | None):
+        fields, transform, precision = how
         self.fields, self._states, self._class_weights = fields, states, class_weights
         self._transform = transform
         self.held = states["held"]
@@ -184,11 +183,9 @@ def times(weight: Array, value: Array) -> Array:
     return np.where(((weight == 0.0) | ~np.isfinite(weight)) & ~np.isnan(value), weight + 0.0, weight * value)
 
 
-def row_softmax(
-    states: Array, fields: StateFields, transform: Transform, precision: Precision, class_weights: Array | None
-) -> Array:
+def row_softmax(states: Array, how: Pass, class_weights: Array | None) -> Array:
     """Return the softmax of each row, (rows, columns of `ROW_SOFTMAX`)."""
-    softmax = _SoftmaxColumns(states, fields, transform, precision, class_weights)
+    softmax, fields = _SoftmaxColumns(states, how, class_weights), how.fields
     columns = np.zeros((len(states), len(ROW_SOFTMAX)))
     absent = {
         *(() if fields.weighted_logit else ("weight", "weighted_nll")),

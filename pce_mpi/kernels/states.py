@@ -10,20 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.kernels.elementary import (
-    HUGE,
-    SINGLE,
-    Precision,
-    exponential,
-    f32,
-    f64,
-    i64,
-    scaled,
-    transformed,
-    two_product,
-    u64,
-)
-from pce_mpi.kernels.interface import FORGOTTEN, NO_ENTROPY, StateFields, Transform
+from pce_mpi.kernels.elementary import HUGE, exponential, f32, f64, i64, scaled, transformed, two_product, u64
+from pce_mpi.kernels.interface import FORGOTTEN, NO_ENTROPY, SINGLE, Pass, Precision, StateFields, Transform
 from pce_mpi.kernels.limbs import Sums, limbs_of, of_kinds, shifted, sum_of, sum_of_numbers, united, united_numbers
 
 Array = Any  # numpy.ndarray, whose operators on fields of states would take mypy a third of its time
@@ -33,20 +21,12 @@ _NO_SUM = -(2**61)
 _LARGE = 2.0**800
 
 
-def states_of(
-    x: Array,
-    target_column: Array | None,
-    fields: StateFields,
-    *,
-    u: Array | None,
-    transform: Transform,
-    precision: Precision,
-    first_class: int,
-) -> Array:
+def states_of(x: Array, target_column: Array | None, how: Pass, u: Array | None, first_class: int) -> Array:
     """Return the states of a block of logits, (rows, classes), with the weights u.
 
     `target_column` has the column of each row's target, -1 if the block does not have it.
     """
+    fields = how.fields
     states = fields.identity(len(x))
     if not x.shape[1]:
         return states
@@ -66,7 +46,7 @@ def states_of(
     weight = np.broadcast_to(1.0 if u is None else u, x.shape)
     if fields.held_weight:
         states["held_weight"][here] = _canonical(weight[here, columns])
-    _fill_sums(states, x, others, weight, fields, transform, precision)
+    _fill_sums(states, x, others, weight, how)
     return states
 
 
@@ -112,16 +92,9 @@ def _counts(x: Array, largest: Array, fields: StateFields, transform: Transform)
     return (x == largest) | ~((huge | is_huge(x.astype(f64), transform)) if fields.entropy else huge)
 
 
-def _fill_sums(
-    states: Array,
-    x: Array,
-    others: Array,
-    weight: Array,
-    fields: StateFields,
-    transform: Transform,
-    precision: Precision,
-) -> None:
+def _fill_sums(states: Array, x: Array, others: Array, weight: Array, how: Pass) -> None:
     """Fill the sums of `states` from the classes that are not held apart."""
+    fields, transform, precision = how
     if not fields.hold_largest:
         top = np.max(x, axis=1, where=others, initial=-np.inf).astype(f64)
         states["top"] = _canonical(np.where(top == np.inf, np.nan, top))
@@ -177,16 +150,15 @@ def in_units(z: Array, low: Array) -> tuple[Array, Array, Array]:
     return (scaled(z, -unit), scaled(low, -unit), unit) if unit.any() else (z, low, unit)
 
 
-def merge(a: Array, b: Array, fields: StateFields, transform: Transform, precision: Precision) -> None:
+def merge(a: Array, b: Array, how: Pass) -> None:
     """Merge the states `a` of some classes into the states `b` of others, of the same rows."""
     with np.errstate(all="ignore"):
-        union_of = _union_holding_largest if fields.hold_largest else _union_holding_targets
-        b[...] = union_of(a, b, fields, transform, precision)
+        union_of = _union_holding_largest if how.fields.hold_largest else _union_holding_targets
+        b[...] = union_of(a, b, how)
 
 
-def _union_holding_targets(
-    a: Array, b: Array, fields: StateFields, transform: Transform, precision: Precision
-) -> Array:
+def _union_holding_targets(a: Array, b: Array, how: Pass) -> Array:
+    fields, transform, precision = how
     union = fields.identity(*a.shape)
     union["held"] = np.maximum(a["held"], b["held"])
     union["top"] = top = np.maximum(a["top"], b["top"])
@@ -201,10 +173,9 @@ def _union_holding_targets(
     return union
 
 
-def _union_holding_largest(
-    a: Array, b: Array, fields: StateFields, transform: Transform, precision: Precision
-) -> Array:
+def _union_holding_largest(a: Array, b: Array, how: Pass) -> Array:
     """Hold the larger of the two classes held apart; the other one joins the sums."""
+    fields, transform, precision = how
     union = fields.identity(*a.shape)
     swap = _b_is_held(a, b, fields)
     smaller: Array = np.where(swap, a, b)
@@ -217,7 +188,7 @@ def _union_holding_largest(
     alone["held"] = smaller["held"]
     weight = smaller["held_weight"] if fields.held_weight else np.zeros(a.shape)
     others = np.ones((len(a), 1), np.bool_)
-    _fill_sums(alone, smaller["held"][:, None], others, weight[:, None], fields, transform, precision)
+    _fill_sums(alone, smaller["held"][:, None], others, weight[:, None], how)
     bad = ~np.isfinite(union["held"])
     sums, entropies = [], []
     for state in (a, b, alone):

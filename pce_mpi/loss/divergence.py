@@ -17,8 +17,7 @@ from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, standard_arithmetic
 from pce_mpi.kernels.divergence import mean_of
-from pce_mpi.kernels.elementary import SINGLE
-from pce_mpi.kernels.interface import GradientOf, Pair, StateFields
+from pce_mpi.kernels.interface import SINGLE, GradientOf, Pair, StateFields
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, check_scale_is_near, takes
 from pce_mpi.loss.passes import PassResiduals, in_rows, probability_rows, reduced, row_softmax

@@ -25,11 +25,11 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.classes import bits_of, nought_of
-from pce_mpi.kernels.elementary import Precision, log, log1p
-from pce_mpi.kernels.interface import StateFields, Transform
+from pce_mpi.kernels.elementary import log, log1p
+from pce_mpi.kernels.interface import Pass, Precision, StateFields
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Options, check_scale_is_near
-from pce_mpi.loss.passes import Merge
+from pce_mpi.loss.passes import merge_of
 from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.validation import integer, real
 
@@ -196,7 +196,7 @@ class Shard(ABC):
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem, self.how = problem, Pass(_FIELDS, problem.transform, problem.precision)
         self.rows, self.classes, self.dtype = math.prod(problem.rows_shape), problem.classes, problem.logits.dtype
         logits = rows_and_classes(problem.logits, problem.options.axis)
         self.logits = logits.swapaxes(1, 2).reshape(self.rows, self.classes)
@@ -215,16 +215,7 @@ class Shard(ABC):
 
     def states_of(self, x: Array) -> Array:
         """Return the states of rows of logits."""
-        problem = self.problem
-        return problem.kernel.fill_states(
-            x[:, :, None],
-            None,
-            _FIELDS,
-            weights=problem.class_weights,
-            transform=problem.transform,
-            precision=problem.precision,
-            class_start=0,
-        )
+        return self.problem.kernel.fill_states(x[:, :, None], None, self.how, self.problem.class_weights, 0)
 
     def of(self, value: HostArray) -> HostArray:
         """Return the sets of the logits that are at least `value`, which is finite or inf; collective over `comm`."""
@@ -232,7 +223,7 @@ class Shard(ABC):
         if options.comm is None:
             return sets
         with cause(options.operation, options.over, "sets of classes of the shards, merged"):
-            return all_reduce(sets, options.comm, _merge_of(self.problem.transform, self.problem.precision))
+            return all_reduce(sets, options.comm, _merge_of(self.how))
 
     def search(
         self,
@@ -275,7 +266,7 @@ class HostShard(Shard):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         rows, classes = self.rows, self.classes
-        self.merge_states = Merge(_FIELDS, problem.transform, problem.precision)
+        self.merge_states = merge_of(self.how)
         self.blocks = -(-classes // _WIDTH)
         self.width = -(-classes // max(1, self.blocks))
         self.x = np.full((rows, self.blocks * self.width), -np.inf, self.wide)
@@ -360,9 +351,9 @@ def mass_of(sets: HostArray, precision: Precision) -> HostArray:
 
 
 @lru_cache(maxsize=64)
-def _merge_of(transform: Transform, precision: Precision) -> Callable[[HostArray, HostArray], None]:
+def _merge_of(how: Pass) -> Callable[[HostArray, HostArray], None]:
     """Make the function that merges sets of some classes into sets of others, of the same rows."""
-    merge_states = Merge(_FIELDS, transform, precision)
+    merge_states = merge_of(how)
 
     def merge(a: HostArray, b: HostArray) -> None:
         states = np.ascontiguousarray(b["state"])

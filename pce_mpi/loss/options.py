@@ -16,8 +16,7 @@ import numpy as np
 
 from pce_mpi.arrays import Array, compute_dtype_of
 from pce_mpi.comm.torch_group import groups_wrapped
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
-from pce_mpi.kernels.interface import NO_MARGIN, Transform
+from pce_mpi.kernels.interface import DOUBLE, NO_MARGIN, SINGLE, Precision, Transform
 from pce_mpi.validation import flag, integer, real
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from pce_mpi.arrays import Array, HostArray, same_memory, shares_memory, to_host
 from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, kernel_of, sets_arithmetic
-from pce_mpi.kernels.elementary import Precision
-from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, RowSoftmax, StateFields, Transform
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields
 from pce_mpi.loss.options import Reduction
 from pce_mpi.loss.problem import Problem, check_out, rows_and_classes
 from pce_mpi.validation import check_floating_point
@@ -117,20 +116,10 @@ def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     return loss, gradient
 
 
-@dataclass(frozen=True, eq=False)
-class Merge:
-    """The merge of the states of one call, as an operator of an all-reduce."""
-
-    fields: StateFields
-    transform: Transform
-    precision: Precision
-
-    def __call__(self, a: HostArray, b: HostArray) -> None:
-        """Merge the states `a` of some classes into the states `b` of others, of the same rows."""
-        host_kernel().merge(a, b, self.fields, self.transform, self.precision)
-
-
-_merge_of = lru_cache(maxsize=64)(Merge)
+@lru_cache(maxsize=64)
+def merge_of(how: Pass) -> Callable[[HostArray, HostArray], None]:
+    """Return the merge of states `a` of some classes into states `b` of others, of the same rows, for an all-reduce."""
+    return lambda a, b: host_kernel().merge(a, b, how)
 
 
 def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
@@ -140,19 +129,11 @@ def row_softmax(problem: Problem, fields: StateFields) -> RowSoftmax:
 
 def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], RowSoftmax]:
     """Start the merge of the states of all shards, and return the function that waits for it."""
-    options, kernel, precision = problem.options, problem.kernel, problem.precision
+    options, kernel, how = problem.options, problem.kernel, Pass(fields, problem.transform, problem.precision)
     parts = []
     for logits in problem.logits, *problem.beside:
-        states = kernel.fill_states(
-            rows_and_classes(logits, options.axis),
-            problem.target_column,
-            fields,
-            weights=problem.class_weights,
-            transform=problem.transform,
-            precision=precision,
-            class_start=problem.class_start,
-        )
-        parts.append(states)
+        x = rows_and_classes(logits, options.axis)
+        parts.append(kernel.fill_states(x, problem.target_column, how, problem.class_weights, problem.class_start))
     states = problem.xp.concatenate(parts) if problem.beside else parts[0]
     rows, class_weights = len(states), None
     needs_weights = fields.weighted_logit and not fields.weight
@@ -165,16 +146,15 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
     finish_merge = None
     if options.comm is not None:
         element = None if states.dtype.names else fields.dtype
-        merge = _merge_of(fields, problem.transform, precision)
         with cause(options.operation, options.over, "the softmax states of the shards, merged"):
-            finish_merge = start_all_reduce(states, options.comm, merge, overwrite=True, element=element)
+            finish_merge = start_all_reduce(states, options.comm, merge_of(how), overwrite=True, element=element)
 
     def finish() -> RowSoftmax:
         merged = states if finish_merge is None else finish_merge()
         sums = class_weights
         if needs_weights and options.weight is not None:
             sums = _class_weights_of(merged, fields)
-        return RowSoftmax(kernel.row_softmax(merged[:rows], fields, problem.transform, precision, sums))
+        return RowSoftmax(kernel.row_softmax(merged[:rows], how, sums))
 
     return finish
 
@@ -280,27 +260,16 @@ def write_statistics_gradient(
     """
     classes = range(problem.class_start, problem.class_start + problem.classes)
     given = problem.counted, problem.target_column, classes, problem.transform.scale
-    rows = problem.kernel.statistics_gradients(softmax.columns, *given, **upstream)
+    rows = problem.kernel.statistics_gradients(softmax.columns, *given, upstream)
     _write_rows(array, problem, rows, fields, ClassWeights())
     return rows
 
 
 def _write_rows(array: Array, problem: Problem, rows: Array, fields: StateFields, weights: ClassWeights) -> None:
     """Fill `array` from rows of `ROW_GRADIENT`."""
-    axis = problem.options.axis
-
-    def write(out: Array) -> None:
-        problem.kernel.write_gradient(
-            out,
-            rows_and_classes(problem.logits, axis),
-            rows,
-            fields,
-            weights=weights,
-            transform=problem.transform,
-            precision=problem.precision,
-        )
-
-    in_rows(array, axis, write)
+    how, axis = Pass(fields, problem.transform, problem.precision), problem.options.axis
+    x = rows_and_classes(problem.logits, axis)
+    in_rows(array, axis, lambda out: problem.kernel.write_gradient(out, x, rows, how, weights))
 
 
 def in_rows(array: Array, axis: int, write: Callable[[Array], None]) -> None:

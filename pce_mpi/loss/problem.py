@@ -29,8 +29,7 @@ from pce_mpi.comm.agreement import Signature
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.kernels import kernel_of
-from pce_mpi.kernels.elementary import Precision
-from pce_mpi.kernels.interface import ClassWeights, Transform
+from pce_mpi.kernels.interface import ClassWeights, Precision, Transform
 from pce_mpi.kernels.losses import LossTerms
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
 

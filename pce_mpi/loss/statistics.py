@@ -24,7 +24,7 @@ from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, cupy_of,
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted, standard_arithmetic
 from pce_mpi.kernels.classes import bits_of, nought_of
-from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, RowSoftmax, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.classes import (
     all_logits,
@@ -404,8 +404,8 @@ class SeveralTargets:
         whole[:, ROW_GRADIENT["valid"]] |= own != 0.0
         each[:, ROW_GRADIENT["target_gradient"]] = problem.transform.scale * own
         found = xp.empty(logits.shape, array.dtype)
-        call = {"weights": ClassWeights(), "transform": problem.transform, "precision": problem.precision}
-        kernel.write_gradient(found, logits, each, fields, **call)
+        how = Pass(fields, problem.transform, problem.precision)
+        kernel.write_gradient(found, logits, each, how, ClassWeights())
         kernel.put(array, axis, self.columns, found.reshape(self.columns.shape))
 
 

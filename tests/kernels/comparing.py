@@ -9,8 +9,18 @@ import numpy as np
 from kernels.device_arrays import rows_in_memory
 from kernels.places import OnGpu, OnHost
 from pce_mpi.kernels import definition
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision
-from pce_mpi.kernels.interface import ROW_GRADIENT, ROW_SOFTMAX, ClassWeights, StateFields, Transform
+from pce_mpi.kernels.interface import (
+    DOUBLE,
+    ROW_GRADIENT,
+    ROW_SOFTMAX,
+    SINGLE,
+    STATISTICS,
+    ClassWeights,
+    Pass,
+    Precision,
+    StateFields,
+    Transform,
+)
 from ranks.test_definition import EVERY_TERM, FIELDS, MARGINS, ROWS, fill_gradients_of_statistics, logits_of
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
@@ -42,8 +52,8 @@ class Problem:
     first_class: int = 0
 
     @property
-    def options(self):
-        return {"transform": self.transform, "precision": self.precision}
+    def how(self):
+        return Pass(self.fields, self.transform, self.precision)
 
     @property
     def class_weights(self):
@@ -54,11 +64,10 @@ class Problem:
         return definition.sums_of(np.ones(self.logits.shape[1]) if weight is None else weight)[0]
 
     def states(self):
-        more = {"weights": self.weights, "class_start": self.first_class, **self.options}
-        return definition.fill_states(self.logits[:, :, None], self.columns, self.fields, **more)
+        return definition.fill_states(self.logits[:, :, None], self.columns, self.how, self.weights, self.first_class)
 
     def softmax_columns(self):
-        return definition.row_softmax(self.states(), self.fields, *self.options.values(), self.class_weights)
+        return definition.row_softmax(self.states(), self.how, self.class_weights)
 
     def softmax(self):
         """The columns of `ROW_SOFTMAX`, by name."""
@@ -124,8 +133,7 @@ def rows_of(problem, seed):
 def expected_gradient(problem, rows, dtype):
     """The gradient in that dtype, by the definition."""
     dx = np.empty((*problem.logits.shape, 1), dtype)
-    more = {"weights": problem.weights, **problem.options}
-    definition.write_gradient(dx, problem.logits[:, :, None], rows, problem.fields, **more)
+    definition.write_gradient(dx, problem.logits[:, :, None], rows, problem.how, problem.weights)
     return dx[:, :, 0]
 
 
@@ -136,30 +144,16 @@ def weights_on_device(weights):
 
 def states_on_device(cuda, problem, logits=None):
     """The states that the kernels give, from those logits in (outer, classes, inner)."""
-    states = cuda.fill_states(
-        on_device(problem.logits[:, :, None] if logits is None else logits),
-        problem.columns,
-        problem.fields,
-        weights=weights_on_device(problem.weights),
-        transform=problem.transform,
-        precision=problem.precision,
-        class_start=problem.first_class,
-    ).get()
+    given = on_device(problem.logits[:, :, None] if logits is None else logits), problem.columns, problem.how
+    states = cuda.fill_states(*given, weights_on_device(problem.weights), problem.first_class).get()
     place.forget()
     assert states.dtype == np.uint64
     return states.reshape(-1).view(problem.fields.dtype)
 
 
 def write_gradient(cuda, problem, rows, out, logits):
-    cuda.write_gradient(
-        on_device(out),
-        on_device(logits),
-        on_device(rows.view(np.uint64)),
-        problem.fields,
-        weights=weights_on_device(problem.weights),
-        transform=problem.transform,
-        precision=problem.precision,
-    )
+    given = on_device(out), on_device(logits), on_device(rows.view(np.uint64)), problem.how
+    cuda.write_gradient(*given, weights_on_device(problem.weights))
     place.bring_back(out)
 
 
@@ -201,7 +195,7 @@ def assert_equal(found, expected, what=""):
 def merged_states(cuda, problem):
     states = problem.states()
     words = on_device(states.view(np.uint64).reshape(len(states), states.dtype.itemsize // 8))
-    return cuda.row_softmax(words, problem.fields, problem.transform, problem.precision, problem.class_weights)
+    return cuda.row_softmax(words, problem.how, problem.class_weights)
 
 
 def check_softmax(cuda, problem):
@@ -242,6 +236,10 @@ def check_losses(cuda, problem):
     place.forget()
 
 
+def named(*upstream):
+    return dict(zip(STATISTICS, upstream, strict=True))
+
+
 def check_statistics(cuda, problem):
     """Statistics of rows, and the rows of their gradients."""
     softmax, classes = problem.softmax_columns(), range(problem.first_class, problem.first_class + 5)
@@ -258,10 +256,10 @@ def check_statistics(cuda, problem):
         for target_column in (columns, None) if rows else ():
             found = cuda.statistics_gradients(
                 *(given, counted, None if target_column is None else on_device(target_column), classes, scale),
-                *(on_device(log_prob), on_device(entropy.astype(np.float32)), logsumexp),
+                named(on_device(log_prob), on_device(entropy.astype(np.float32)), logsumexp),
             ).get()
-            upstream = log_prob, entropy.astype(np.float32).astype(np.float64), logsumexp
-            expected = definition.statistics_gradients(softmax, valid, target_column, classes, scale, *upstream)
+            upstream = named(log_prob, entropy.astype(np.float32).astype(np.float64), logsumexp)
+            expected = definition.statistics_gradients(softmax, valid, target_column, classes, scale, upstream)
             assert_rows(found, expected, softmax)
         place.forget()
 

@@ -26,8 +26,7 @@ from kernels.comparing import (
 from kernels.device_arrays import rows_in_memory
 from pce_mpi.kernels import compilation, definition
 from pce_mpi.kernels.compilation import LaunchConfig
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE
-from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, StateFields, Transform
+from pce_mpi.kernels.interface import DOUBLE, ROW_GRADIENT, SINGLE, ClassWeights, StateFields, Transform
 from ranks.test_definition import FIELDS, KINDS, logits_of
 from ranks.test_divergence import sums_and_gradients
 

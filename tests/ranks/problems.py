@@ -16,8 +16,7 @@ import pce_mpi as pce
 from pce_mpi import dense
 from pce_mpi.dense.losses import with_margin
 from pce_mpi.kernels import definition
-from pce_mpi.kernels.elementary import SINGLE
-from pce_mpi.kernels.interface import ClassWeights, StateFields, Transform
+from pce_mpi.kernels.interface import SINGLE, ClassWeights, Pass, StateFields, Transform
 from ulps import FLOAT32, FLOAT64, HALF, OPTIONS, errors, ulp
 
 Array = np.ndarray[Any, Any]
@@ -101,13 +100,7 @@ def softmax_states(rank: int, fields: StateFields, rows: int = 9, classes: int =
     if fields.target or not fields.hold_largest:
         columns = rng.integers(0, classes, rows) if rank == 0 else np.full(rows, -1)
     weights = ClassWeights(rng.uniform(0, 2, classes))
-    given: dict[str, Any] = {
-        "weights": weights,
-        "transform": Transform(),
-        "precision": SINGLE,
-        "class_start": rank * classes,
-    }
-    return definition.fill_states(logits, columns, fields, **given)
+    return definition.fill_states(logits, columns, Pass(fields, Transform(), SINGLE), weights, rank * classes)
 
 
 def split(length: int, parts: int, how: str = "balanced", seed: int = 0) -> list[tuple[int, int]]:

@@ -21,9 +21,8 @@ from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_
 from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.errors import CollectiveTimeout
 from pce_mpi.comm.tracing import Purpose, cause
-from pce_mpi.kernels.elementary import SINGLE
-from pce_mpi.kernels.interface import StateFields, Transform
-from pce_mpi.loss.passes import Merge
+from pce_mpi.kernels.interface import SINGLE, Pass, StateFields, Transform
+from pce_mpi.loss import passes
 from ranks.grids import MEMORY_ORDERS, awaiting_a_message
 from ranks.problems import softmax_states
 
@@ -311,7 +310,8 @@ def test_all_reduce_merges_states_of_any_fields(comm):
     for fields in STATE_FIELDS:
         if not fields.hold_largest and (fields.argmax or fields.target or fields.entropy):
             continue  # these are of the largest logit
-        merge, parts = Merge(fields, Transform(), SINGLE), [softmax_states(rank, fields) for rank in range(comm.size)]
+        merge = passes.merge_of(Pass(fields, Transform(), SINGLE))
+        parts = [softmax_states(rank, fields) for rank in range(comm.size)]
         result = all_reduce(parts[comm.rank], comm, merge)
         for part in parts[:-1]:
             merge(part, parts[-1])

@@ -3,7 +3,7 @@
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hypothesis import given, settings, strategies as st
 import ml_dtypes
@@ -12,8 +12,19 @@ import numpy as np
 import pytest
 
 from pce_mpi.kernels import compiled, definition
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE, Precision, fma32
-from pce_mpi.kernels.interface import ROW_GRADIENT, ROW_SOFTMAX, ClassWeights, StateFields, Transform
+from pce_mpi.kernels.elementary import fma32
+from pce_mpi.kernels.interface import (
+    DOUBLE,
+    ROW_GRADIENT,
+    ROW_SOFTMAX,
+    SINGLE,
+    STATISTICS,
+    ClassWeights,
+    Pass,
+    Precision,
+    StateFields,
+    Transform,
+)
 from pce_mpi.kernels.losses import LossTerms
 from ulps import LOSS, OPTIONS, errors
 
@@ -100,8 +111,8 @@ class Drawn(NamedTuple):
     weights: ClassWeights
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {"transform": self.transform, "precision": self.precision}
+    def how(self) -> Pass:
+        return Pass(self.fields, self.transform, self.precision)
 
     @property
     def has_targets(self) -> bool:
@@ -118,8 +129,7 @@ class Drawn(NamedTuple):
         )
         columns = self.targets - start if self.has_targets else None  # others' are no columns here
         logits = self.logits[:, start:stop, None]
-        more = {"weights": mine, "class_start": start, **self.options}
-        return kernel.fill_states(logits, columns, self.fields, **more)
+        return kernel.fill_states(logits, columns, self.how, mine, start)
 
     def class_weights(self, kernel):
         """The sum of all weights, if it is not in the states."""
@@ -129,7 +139,7 @@ class Drawn(NamedTuple):
         return kernel.sums_of(np.ones(self.logits.shape[1]) if weight is None else weight)[0]
 
     def softmax(self, kernel, states):
-        return kernel.row_softmax(states, self.fields, *self.options.values(), self.class_weights(kernel))
+        return kernel.row_softmax(states, self.how, self.class_weights(kernel))
 
 
 @st.composite
@@ -187,7 +197,7 @@ def test_special_values_are_no_floating_point_errors(kernel, kind, name):
     problem = Drawn(logits, targets, FIELDS[name], Transform(), DOUBLE, ClassWeights(None, probabilities, 0.1, 7))
     with np.errstate(all="raise"):
         parts = [problem.states(kernel, 0, 3), problem.states(kernel, 3)]
-        kernel.merge(*parts, problem.fields, *problem.options.values())
+        kernel.merge(*parts, problem.how)
         softmax = problem.softmax(kernel, parts[1])
         kernel.row_losses(softmax, problem.fields, np.ones(ROWS, np.bool_), EVERY_TERM)
 
@@ -204,7 +214,7 @@ def test_states_of_any_cut_merge_to_same_bits(kernel, problem, seed):
     while len(parts) > 1:  # a random tree
         a, b = (parts.pop(int(rng.integers(len(parts)))) for _ in range(2))
         union = b.copy()
-        kernel.merge(a, union, problem.fields, *problem.options.values())
+        kernel.merge(a, union, problem.how)
         parts.append(union)
     for name in problem.fields.names:
         assert parts[0][name].tobytes() == whole[name].tobytes(), name
@@ -235,13 +245,12 @@ def test_compiled_kernel_has_bits_of_definition(name, problem, seed):
     computed, rows = (kernel.row_gradients(of, *given) for kernel, of in pairs)
     if fields.entropy:
         fill_gradients_of_statistics(rows, wanted, problem.targets, rng)
-    more = {"weights": problem.weights, **problem.options}
     for dtype in {problem.logits.dtype, np.dtype(np.float32)}:
         for inner in (1, 2):  # consecutive, and not
             found, right = (np.empty((ROWS, problem.logits.shape[1], inner), dtype)[:, :, :1] for _ in range(2))
-            definition.write_gradient(right, problem.logits[:, :, None], rows, problem.fields, **more)
+            definition.write_gradient(right, problem.logits[:, :, None], rows, problem.how, problem.weights)
             for each in [rows] if fields.entropy else [rows, computed]:
-                compiled.write_gradient(found, problem.logits[:, :, None], each, problem.fields, **more)
+                compiled.write_gradient(found, problem.logits[:, :, None], each, problem.how, problem.weights)
                 assert same_bits(found, right), (dtype, inner, each is rows)
     compiled.choose("")
 
@@ -253,7 +262,7 @@ def check_statistics(pairs, targets, valid, rng):
         assert all(map(same_bits, mine, expected))
     upstream = [rng.standard_normal(1), rng.standard_normal(ROWS), rng.integers(0, 2, ROWS) * 1.0]
     for columns in targets, None:
-        given = valid, columns, range(2, 9), 0.7, *upstream
+        given = valid, columns, range(2, 9), 0.7, dict(zip(STATISTICS, upstream, strict=True))
         mine, expected = (kernel.statistics_gradients(of, *given) for kernel, of in pairs)
         counts = np.isfinite(expected[:, ROW_GRADIENT["factor"]])
         assert same_bits(mine[counts], expected[counts])
@@ -277,8 +286,7 @@ def test_plain_loss_has_bits_of_definition(kernel, classes, kind, dtype):
             results.append(each.row_losses(softmax, StateFields(), valid, terms))
             of = each.row_gradients(softmax, StateFields(), valid, targets, upstream, divisor, 1.0, terms)
             results.append(np.empty_like(logits)[:, :, None])
-            given = {"weights": ClassWeights(), **problem.options}
-            each.write_gradient(results[-1], logits[:, :, None], of, StateFields(), **given)
+            each.write_gradient(results[-1], logits[:, :, None], of, problem.how, ClassWeights())
         found.append(results)
     for mine, expected in zip(*found, strict=True):
         assert same_bits(mine, expected)
@@ -298,8 +306,7 @@ def test_zero_factor_of_gradient_has_no_sign(kernel, precision):
                 given = fields, np.ones(ROWS, np.bool_), targets, np.array([upstream]), np.array([divisor])
                 rows = each.row_gradients(softmax, *given, 1.0, LossTerms())
                 found.append(np.empty_like(logits)[:, :, None])
-                more = {"weights": problem.weights, **problem.options}
-                each.write_gradient(found[-1], logits[:, :, None], rows, fields, **more)
+                each.write_gradient(found[-1], logits[:, :, None], rows, problem.how, problem.weights)
             assert same_bits(*found), (fields, upstream, divisor)
 
 
@@ -337,7 +344,7 @@ def long_rows():
             weights = ClassWeights(None, probabilities, 0.0, 9001)
             problem = Drawn(logits, targets, fields, Transform(), SINGLE, weights)
             half, union = problem.states(definition, 0, 4099), problem.states(definition, 4099)
-            definition.merge(half, union, fields, Transform(), SINGLE)
+            definition.merge(half, union, problem.how)
             found.append((kind, name, problem, union.tobytes()))
     return found
 
@@ -354,7 +361,7 @@ def cut_at(problem, kernel, cuts):
     """The states of shards of the classes, merged one after the other."""
     union, *parts = (problem.states(kernel, *ends) for ends in cuts)
     for part in parts:
-        kernel.merge(part, union, problem.fields, *problem.options.values())
+        kernel.merge(part, union, problem.how)
     return union
 
 
@@ -379,8 +386,7 @@ def test_rows_of_masked_classes_are_nan_however_cut(kernel, weight, precision):
         losses = kernel.row_losses(softmax, problem.fields, valid, terms)
         rows = kernel.row_gradients(softmax, problem.fields, valid, None, np.ones(1), np.ones(1), 1.0, terms)
         out = np.zeros_like(problem.logits)[:, :, None]
-        given = {"weights": problem.weights, **problem.options}
-        kernel.write_gradient(out, problem.logits[:, :, None], rows, problem.fields, **given)
+        kernel.write_gradient(out, problem.logits[:, :, None], rows, problem.how, problem.weights)
         assert np.isnan(losses[0]).all(), cuts
         assert np.isnan(out).all(), cuts
 
@@ -491,16 +497,14 @@ def test_class_axis_not_last_has_same_bits(kernel, dtype, name):
         return np.ascontiguousarray(many.transpose(0, 2, 1))
 
     weights = ClassWeights(None, None if probabilities is None else placed(probabilities[:, :, 0]))
-    more = {"weights": weights, **problem.options}
     columns = np.tile(targets, copies) if problem.has_targets else None
-    found = kernel.fill_states(placed(logits), columns, problem.fields, class_start=0, **more)
+    found = kernel.fill_states(placed(logits), columns, problem.how, weights, 0)
     assert found.tobytes() == np.tile(states, copies).tobytes()
     expected = np.empty((ROWS, classes, 1), dtype)
-    mine = {"weights": problem.weights, **problem.options}
-    definition.write_gradient(expected, logits[:, :, None], rows_of(definition, 1), problem.fields, **mine)
+    definition.write_gradient(expected, logits[:, :, None], rows_of(definition, 1), problem.how, problem.weights)
     for rows in rows_of(definition, copies), rows_of(kernel, copies):
         out = placed(logits)
-        kernel.write_gradient(out, out, rows, problem.fields, **more)
+        kernel.write_gradient(out, out, rows, problem.how, weights)
         assert same_bits(out, placed(expected[:, :, 0]))
 
 
@@ -559,7 +563,7 @@ def test_loss_and_gradient_have_their_bits(kind, dtype, classes):
         held_nll, held_minus_one = (softmax[:, ROW_SOFTMAX[name]] for name in ("held_nll", "held_minus_one"))
         one, every = np.ones(1), np.ones(ROWS, np.bool_)
         rows = definition.row_gradients(softmax, StateFields(), every, targets, one, one, 1.0, LossTerms())
-        gradient = definition.gradient_of(x, rows, StateFields(), transform, precision)
+        gradient = definition.gradient_of(x, rows, problem.how)
         with mpmath.workprec(200):
             for row, target in enumerate(targets):
                 z = [mpmath.mpf(float(value)) * mpmath.mpf(transform.scale) for value in x[row]]
@@ -582,11 +586,10 @@ def test_loss_and_gradient_have_their_bits(kind, dtype, classes):
 def test_more_classes_than_22_bits_count(dtype):
     classes = 2**22 + 5
     logits = np.full((1, classes, 1), 3.0, dtype)
-    given = {"transform": Transform(), "precision": DOUBLE if dtype == np.float64 else SINGLE}
-    fields = StateFields(weighted_logit=True)
-    states = compiled.fill_states(logits, np.array([7]), fields, weights=ClassWeights(), class_start=0, **given)
+    how = Pass(StateFields(weighted_logit=True), Transform(), DOUBLE if dtype == np.float64 else SINGLE)
+    states = compiled.fill_states(logits, np.array([7]), how, ClassWeights(), 0)
     weights = compiled.sums_of(np.array([float(classes)]))[0]
-    softmax = compiled.row_softmax(states, fields, *given.values(), weights)[0]
+    softmax = compiled.row_softmax(states, how, weights)[0]
     loss = np.log(float(classes))
     assert softmax[ROW_SOFTMAX["odds"]] == pytest.approx(classes - 1, rel=1e-7 if dtype == np.float32 else 1e-15)
     assert softmax[ROW_SOFTMAX["held_nll"]] == pytest.approx(loss, rel=1e-7 if dtype == np.float32 else 1e-15)
@@ -597,14 +600,12 @@ def test_large_gradient_in_memory_off_any_alignment(kernel):
     rows, classes = 2**22 // 2**14, 2**12
     logits = np.random.default_rng(0).standard_normal((rows, classes, 1), np.float32)
     out = np.zeros(logits.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(logits.shape)
-    fields, call = StateFields(), {"transform": Transform(), "precision": SINGLE}
-    more, targets, one = {"weights": ClassWeights(), **call}, np.zeros(rows, int), np.ones(1)
-    states = kernel.fill_states(logits, targets, fields, class_start=0, **more)
-    softmax = kernel.row_softmax(states, fields, *call.values(), None)
-    gradient = kernel.row_gradients(softmax, fields, np.ones(rows, bool), targets, one, one, 1.0, LossTerms())
-    kernel.write_gradient(out, logits, gradient, fields, **more)
+    how, targets, one = Pass(StateFields(), Transform(), SINGLE), np.zeros(rows, int), np.ones(1)
+    softmax = kernel.row_softmax(kernel.fill_states(logits, targets, how, ClassWeights(), 0), how, None)
+    gradient = kernel.row_gradients(softmax, how.fields, np.ones(rows, bool), targets, one, one, 1.0, LossTerms())
+    kernel.write_gradient(out, logits, gradient, how, ClassWeights())
     expected = np.empty_like(logits)
-    kernel.write_gradient(expected, logits, gradient, fields, **more)
+    kernel.write_gradient(expected, logits, gradient, how, ClassWeights())
     assert same_bits(out, expected)
 
 
@@ -620,13 +621,12 @@ def test_gradient_larger_than_caches_has_same_bits(kernel, dtype):
     softmax[:, ROW_SOFTMAX["normalizer"]], softmax[:, ROW_SOFTMAX["most"]] = 1e-3, 20
     given = np.arange(rows) % 5 != 4, np.arange(rows) % classes, np.linspace(-1, 1, rows), np.array([1.7])
     gradient = definition.row_gradients(softmax, fields, *given, 1.0, LossTerms())
-    precision = DOUBLE if dtype == np.float64 else SINGLE
-    more = {"weights": ClassWeights(), "transform": Transform(), "precision": precision}
-    kernel.write_gradient(out, logits[:, :, None], gradient, fields, **more)
+    how = Pass(fields, Transform(), DOUBLE if dtype == np.float64 else SINGLE)
+    kernel.write_gradient(out, logits[:, :, None], gradient, how, ClassWeights())
     in_place = logits.copy()
     for row in range(0, rows, 50):
         few = slice(row, row + 50)
-        kernel.write_gradient(in_place[few, :, None], logits[few, :, None], gradient[few], fields, **more)
+        kernel.write_gradient(in_place[few, :, None], logits[few, :, None], gradient[few], how, ClassWeights())
     assert memory[0] == 0
     assert same_bits(out[:, :, 0], in_place)
     assert np.count_nonzero(in_place) > rows * classes / 2

@@ -11,8 +11,17 @@ import pce_mpi as pce
 from pce_mpi import Replicate, Shard, dense
 from pce_mpi.kernels import definition
 from pce_mpi.kernels.divergence import mean_of
-from pce_mpi.kernels.elementary import SINGLE
-from pce_mpi.kernels.interface import ROW_GRADIENT, ROW_SOFTMAX, ClassWeights, GradientOf, Pair, StateFields, Transform
+from pce_mpi.kernels.interface import (
+    ROW_GRADIENT,
+    ROW_SOFTMAX,
+    SINGLE,
+    ClassWeights,
+    GradientOf,
+    Pair,
+    Pass,
+    StateFields,
+    Transform,
+)
 from ranks.exact import exact_divergence
 from ranks.grids import mesh_of, squarest
 from ranks.problems import is_same, split
@@ -211,12 +220,11 @@ def test_mean_that_is_one_softmax_gives_kl(comm, beta, direction):
 
 def sums_and_gradients(kernel, student, teacher, transform, single, cuts=()):
     """The results of the loops for two arrays (rows, classes): merged sums of both kinds, and every gradient."""
-    fields, rows = StateFields(hold_largest=True), []
+    how, rows = Pass(StateFields(hold_largest=True), transform, SINGLE), []
     with np.errstate(all="ignore"):
         for x in (teacher, student):
-            more = {"weights": ClassWeights(), "transform": transform, "precision": SINGLE}
-            states = definition.fill_states(x[:, :, None], None, fields, class_start=0, **more)
-            softmax = definition.row_softmax(states, fields, transform, SINGLE, None)
+            states = definition.fill_states(x[:, :, None], None, how, ClassWeights(), 0)
+            softmax = definition.row_softmax(states, how, None)
             gradient = np.zeros((len(x), len(ROW_GRADIENT)))
             for name, source in {"top": "top", "most": "most", "factor": "normalizer", "exponent": "exponent"}.items():
                 gradient[:, ROW_GRADIENT[name]] = softmax[:, ROW_SOFTMAX[source]]

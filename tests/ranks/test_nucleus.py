@@ -14,8 +14,8 @@ import pce_mpi as pce
 from pce_mpi import Mesh, Shard
 from pce_mpi.hollow import hollow
 from pce_mpi.kernels import definition
-from pce_mpi.kernels.elementary import DOUBLE, SINGLE, exponential
-from pce_mpi.kernels.interface import Transform
+from pce_mpi.kernels.elementary import exponential
+from pce_mpi.kernels.interface import DOUBLE, SINGLE, Transform
 from ranks.grids import mesh_of, squarest
 from ranks.placed import SUM, error_of
 from ranks.problems import is_same

@@ -14,9 +14,8 @@ from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_
 from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.library import gpu_aware
 from pce_mpi.comm.tracing import cause
-from pce_mpi.kernels.elementary import SINGLE
-from pce_mpi.kernels.interface import StateFields, Transform
-from pce_mpi.loss.passes import Merge
+from pce_mpi.kernels.interface import SINGLE, Pass, StateFields, Transform
+from pce_mpi.loss.passes import merge_of
 from ranks.problems import softmax_states
 import strict_cupy
 
@@ -131,7 +130,7 @@ STATE_FIELDS = [
 @pytest.mark.parametrize("aware", ["0", "1"])
 def test_states_on_gpu_merge_as_structured_ones_do(comm, cupy, monkeypatch, fields, aware):
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", aware)
-    merge = Merge(fields, Transform(), SINGLE)
+    merge = merge_of(Pass(fields, Transform(), SINGLE))
     for rows in (0, 5):
         mine = softmax_states(comm.rank, fields)[:rows]
         expected = all_reduce(mine, comm, merge)
