@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_811,
+    "package, Python": 25_144,
     "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_945,
-    "package, files of Python": 211,
-    "tests, Python": 36_483,
+    "package, lines of docstrings": 8_998,
+    "package, files of Python": 212,
+    "tests, Python": 36_873,
 }
 
 SUFFIXES = {

@@ -56,7 +56,7 @@ def test_renderer_that_raises_loses_no_other_file(earlier, monkeypatch, capsys):
 def test_file_is_replaced_by_complete_ones_only(earlier):
     (earlier / "it.json").write_text("older")
     command = shlex.join([*CONFORMANCE, "--report", "earlier", "--json", "it.json"])
-    run = complete(["sh", "-c", f"ulimit -f 1; exec {command}"], cwd=earlier)
+    run = complete(["sh", "-c", f"ulimit -f 1; export PYTHONDONTWRITEBYTECODE=1; exec {command}"], cwd=earlier)
     assert run.returncode == 2
     assert SENTENCE in run.stdout and "it.json: File too large" in run.stderr
     assert (earlier / "it.json").read_text() == "older"

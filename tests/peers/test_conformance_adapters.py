@@ -14,6 +14,7 @@ from pce_mpi import dense as dense_loss
 from pce_mpi.conformance import Gradient, Offer, cases, load, offers, run_case
 from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
 from pce_mpi.conformance.candidates.adapters.torch_tensors import ProcessGroup
+from pce_mpi.conformance.judging.causes import agree
 from pce_mpi.conformance.judging.outcomes import Report
 from pce_mpi.conformance.problems.cases import REDUCTIONS
 from pce_mpi.conformance.reports import summary
@@ -377,6 +378,21 @@ def test_head_of_the_documentation_is_diagnosed_as_shown(comm, started, monkeypa
     assert finding.text.startswith(" ".join(shown.split()))
     candidate = started(adapted("torch-shards", offers(dhidden="partial")(head.log_prob)))
     assert failures(candidate, comm, pattern=[*FEW[:2], "product", "chunk-borders", "accumulated-dw"]) == {}
+
+
+@pytest.mark.ranks(3)
+def test_maximum_of_the_documentation_is_diagnosed_as_shown(comm, started):
+    pytest.importorskip("torch", reason="make test-peers installs torch")
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```text\n(# largest.py\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^FAIL placement/random/float32.*?\n  (.*?)\n```$", page, re.MULTILINE | re.DOTALL)
+    documented = types.ModuleType("largest")
+    exec(source, vars(documented))
+    candidate = started(adapted("torch-shards", documented.largest))
+    outcomes = [run_case(candidate, case, comm) for case in cases(candidate)]
+    agree(outcomes)
+    for outcome in outcomes:
+        assert outcome.case in page and outcome.findings[0].text.partition(" (")[0] in " ".join(shown.split())
 
 
 @pytest.mark.ranks(3)

@@ -21,12 +21,16 @@ from pce_mpi.conformance.problems.cases import (
     Arrays,
     DHidden,
     Direction,
+    Function,
     Gradient,
+    Partial,
     Rest,
     Shards,
     Smoothing,
+    Ties,
 )
 from pce_mpi.conformance.problems.kinds import KINDS
+from pce_mpi.conformance.problems.kinds.placement import FINDS, MOVES
 
 Candidate = Callable[..., Any]
 _Candidate = TypeVar("_Candidate", bound=Candidate)
@@ -41,9 +45,9 @@ class Offer:
     kind : str
         "loss"; "log_prob", the log-probability of each row's target; "entropy", that of each row's softmax; "kl", the
         divergence of a student's softmax and a teacher's; "topk_kl", that over the teacher's largest `top_k` classes of
-        all shards; or "step", the loss of a micro-batch, of which a trainer combines the gradients. "linear",
-        "linear_log_prob" and "linear_entropy" are the first three of logits hidden @ w. Losses and divergences have
-        reductions, all others "none" alone.
+        all shards; "step", the loss of a micro-batch, of which a trainer combines the gradients; or "placement", a
+        function of an array that ranks hold together. "linear", "linear_log_prob" and "linear_entropy" are the first
+        three of logits hidden @ w. Losses and divergences have reductions, all others "none" alone.
     dtypes : tuple of str
         The dtypes of the logits: "float16", "bfloat16", "float32", "float64".
     options : tuple of str
@@ -70,6 +74,14 @@ class Offer:
     dhidden : str
         Of logits hidden @ w: the gradient of hidden is "summed" over the classes of all shards, the same on every rank;
         or "partial", of each rank's own classes, and the caller sums it.
+    computes : str
+        Of a sharded array the "sum", "mean", "max", "min", "prod", "norm", "norm-inf" or "logsumexp" of each row; or a
+        move to another placement, "replicate" from shards, or "shard" from replicas.
+    partial : str
+        "no"; or each rank has a term of a partial array, which that makes whole ("mean" one of
+        `Partial("avg")`), and gradients are of that "term", or of the "array" that the terms make, the upstream ones.
+    ties : str
+        Of "max", "min" and "norm-inf": elements that tie have "shared" the gradient, or the "first" has all of it.
     probabilities : bool
         It takes floating-point targets, shaped and sharded as the logits.
     class_numbers : bool
@@ -127,6 +139,9 @@ class Offer:
     temperature_squared: bool = False
     rest: Rest = "dropped"
     dhidden: DHidden = "summed"
+    computes: Function = "sum"
+    partial: Partial = "no"
+    ties: Ties = "shared"
     probabilities: bool = False
     class_numbers: bool = True
     normalized: bool = False
@@ -166,6 +181,11 @@ class Offer:
             raise ValueError(f"beta must be a number from 0 to 1, got {self.beta!r}")
         _one("rest", self.rest, get_args(Rest))
         _one("dhidden", self.dhidden, get_args(DHidden))
+        _one("computes", self.computes, get_args(Function))
+        _one("partial", self.partial, get_args(Partial))
+        _one("ties", self.ties, get_args(Ties))
+        if self.partial != "no":
+            self._set("shards", "equal")
         for name in ("dtypes", "reductions", "dims"):
             if not getattr(self, name):
                 raise ValueError(f"{name} of an offer must not be empty")
@@ -233,6 +253,14 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
     rank. The kit differentiates the loss, combines the gradients as `averaged` says, and compares what each token
     counts with the mean over all valid tokens in one process; and the losses, combined so, or as all ranks have them
     alike.
+
+    A candidate of `kind="placement"` is called for rows of an array that are sharded by `splits`: rank r has the
+    elements from splits[r] to splits[r + 1], or one term of a partial array; where it computes "shard", all::
+
+        candidate(array, *, splits, comm)
+
+    It returns what it computes of each row, the same on every rank, or what the rank has after a move; and the gradient
+    with respect to the array that this rank was given.
 
     It gets only arguments that it offers: options that a case sets, `reduction` if it offers more than one, `axis` if
     it takes one and the class axis is not the last, `batch_comm` if rows are sharded too. A case that it does not offer
@@ -345,6 +373,9 @@ def _check_meaning(offer: Offer, declared: dict[str, Any]) -> None:
         "rest": "top_k" in kind.facts,
         "dhidden": "hidden" in kind.arrays,
         "averaged": "micro_batches" in kind.facts,
+        "computes": "splits" in kind.facts,
+        "partial": "splits" in kind.facts and offer.computes not in MOVES,
+        "ties": "splits" in kind.facts and offer.computes in FINDS,
     }
     for name, value in declared.items():
         if not means_something.get(name, True) and value != getattr(Offer, name):

@@ -204,14 +204,15 @@ class Gradients(Compared):
         missing = np.isnan(got.astype(np.float64))
         # In a row without a softmax, any entries may be nan, as long as some are.
         lost = np.isnan(self._exact).any(axis=-1)
-        errors[lost] = np.where(missing[lost].any(axis=-1), 0.0, np.inf)[:, None]
+        any_will_do = missing[lost].any(axis=-1) | (not self._problem.kind.lost_has_nan)
+        errors[lost] = np.where(any_will_do, 0.0, np.inf)[:, None]
         if self._problem.may_be_nan is not None and not self._tolerance.strict:
             errors[missing & self._problem.may_be_nan[:, None]] = 0.0
         return errors
 
     def _where(self, place: tuple[int, ...]) -> str:
         row, number = place
-        text = f"{self._problem.row_name(row)}, class {number}"
+        text = self._problem.kind.worded(f"{self._problem.row_name(row)}, class {number}")
         return text if self._problem.gathered else f"{text} (rank {self._problem.rank_of(number)})"
 
     def _finding(self, quantity: str, worst: tuple[int, ...]) -> Finding:

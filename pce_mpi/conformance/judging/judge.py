@@ -98,7 +98,7 @@ def _explain(
         problem, losses.losses, gradients and gradients.array, losses.wrong, gradients and gradients.wrong, products
     )
     if faults:
-        finding.faults = [fault.of(problem.kind.noun) for fault in faults]
+        finding.faults = [fault.of(problem.kind) for fault in faults]
         cause = "; ".join(fault.said for fault in finding.faults)
         finding.text = f"{cause} ({finding.text})" if cause else finding.text
 
@@ -116,7 +116,9 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
             if got is None:
                 continue
             if got.shape != shape:
-                right = f"{shape} is due" + ", the shape of the logits that were passed" * (which == "gradient")
+                right = f"{shape} is due" + f", the shape of this rank's {problem.kind.arrays[0]}" * (
+                    which == "gradient"
+                )
                 kept = form if got.size == math.prod(shape) else fatal
                 kept[rank].append(Finding("shape", f"{what} has shape {got.shape}, where {right}"))
             if not is_floating(got.dtype):

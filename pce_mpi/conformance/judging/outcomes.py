@@ -14,7 +14,7 @@ import re
 from pce_mpi.comm.errors import ranks_text
 from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.problems.kinds import KINDS
-from pce_mpi.conformance.problems.problem import PRODUCTS, Problem
+from pce_mpi.conformance.problems.problem import PRODUCTS, Kind, Problem
 from pce_mpi.text import bounded
 
 # The words of `comparing` for a wrong number; `judge` puts them in brackets after a known cause.
@@ -101,11 +101,9 @@ class Fault:
         """The words of the finding."""
         return self.form.replace("{}", ", or ".join(self.causes[: self.alike])) if self.alike else self.place
 
-    def of(self, noun: str) -> Fault:
+    def of(self, kind: Kind) -> Fault:
         """Return the fault in the words of a kind of candidates."""
-        *causes, form, place = (
-            text.replace("the loss", f"the {noun}") for text in (*self.causes, self.form, self.place)
-        )
+        *causes, form, place = map(kind.worded, (*self.causes, self.form, self.place))
         return Fault(causes, self.alike, form, place)
 
 

@@ -26,8 +26,14 @@ Smoothing = Literal["all", "others"]
 Direction = Literal["forward", "reverse", "jensen-shannon"]
 DHidden = Literal["summed", "partial"]
 Rest = Literal["dropped", "renormalized", "bucket"]
+Function = Literal["sum", "mean", "max", "min", "prod", "norm", "norm-inf", "logsumexp", "replicate", "shard"]
+Partial = Literal["no", "term", "array"]
+Ties = Literal["shared", "first"]
 # The fields of an offer in which candidates of one kind mean different numbers.
-CONVENTIONS = ("smoothing", "direction", "beta", "temperature_squared", "rest", "dhidden")
+CONVENTIONS = (
+    *("smoothing", "direction", "beta", "temperature_squared", "rest", "dhidden"),
+    *("computes", "partial", "ties"),
+)
 
 
 class Gradient(StrEnum):
@@ -171,7 +177,10 @@ class Case:
     @property
     def about(self) -> About:
         """Its subject: numbers, gradients, bits, ..."""
-        needs, usual = self.needs, self.procedure in ("plain", "rows-sharded", "copies", "several-targets", "step")
+        needs, usual = (
+            self.needs,
+            self.procedure not in ("backward-twice", "two-at-once", "one-after-the-other", "run-twice"),
+        )
         asked = self.of_bits or self.form or needs.keeps_logits or needs.strided or needs.empty
         if asked or not usual or self.expects is not Expects.ANSWER:
             return About.CONTRACT
@@ -182,12 +191,12 @@ class Case:
         """True if results with `same_bits` are compared with those on one rank.
 
         Not so for targets that are no class, for logits that were gathered by mistake, for copies of rows, which take
-        all memory, and for steps, which are not sharded by classes.
+        all memory, and for steps and placements, which have no classes.
         """
         return (
             self.expects is not Expects.REFUSAL
             and not self.needs.num_classes
-            and self.procedure not in ("copies", "step")
+            and self.procedure not in ("copies", "step", "placement")
         )
 
 

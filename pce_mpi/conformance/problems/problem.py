@@ -42,6 +42,7 @@ class Kind:
     noun, plural         the words for what it gives for a row
     exact                the exact numbers of a problem and, for `dloss`, the gradient of the logits; all classes
     sizes                of a textbook: how large the summands of both are, as `tolerances` says
+    sums                 of a problem: the sum of magnitudes of each row whose roundings the numbers have, 0 for none
     faults               of a textbook: what projects have shipped, as in `textbook`
     told                 what to declare where the numbers of another kind turn out to be these
     options, reductions  those that it may take
@@ -52,6 +53,8 @@ class Kind:
     tell                 of a textbook, "loss" or "gradient", and numbers: an exact test that no other kind has
     beside               of a problem and its answers, whose numbers are right: what else is wrong, in a sentence
     fitted               makes the problem of a case for all kinds one for this kind
+    lost_has_nan         whether the gradient of a row without a result has a nan; else any will do
+    words                what a class and logits are called here
     shared_cases         whether cases for all kinds are its cases too: classes are sharded, not rows
     cases                those for this kind alone
     without              names or patterns of other cases that make no sense for it
@@ -71,11 +74,20 @@ class Kind:
     negates: Kind | None = None
     tell: Callable[[Any, str, Array], Told | None] = lambda book, name, got: None
     beside: Callable[[Problem, Sequence[Any]], str | None] = lambda problem, answers: None
+    sums: Callable[[Problem], Array] = lambda problem: np.zeros(problem.rows)
+    lost_has_nan: bool = True
+    words: Mapping[str, str] = field(default_factory=dict)
     fitted: Callable[[Problem, int], Problem] = lambda problem, seed: problem
     shared_cases: bool = True
     cases: Any = None  # `cases.Cases`, as those are made of problems
     without: tuple[str, ...] = ()
     catches: Mapping[str, str] = field(default_factory=dict)
+
+    def worded(self, text: str) -> str:
+        """Return an explanation in the words of this kind."""
+        for word, its in {"the loss": f"the {self.noun}", **self.words}.items():
+            text = re.sub(rf"\b{word}\b", its, text)
+        return text
 
     def said(self, family: str, catches: str) -> str:
         """Say what a case catches in the words of this kind."""
@@ -254,7 +266,7 @@ class Problem:
     def largest_sums(self) -> Array:
         """The largest sum of magnitudes in the products of a row, (rows,), as roundings follow it; 0 for exact ones."""
         if self.operands is None or self.operands.with_identity:
-            return np.zeros(self.rows)
+            return self.kind.sums(self)
         hidden, w, bias = _wide(self.operands, np.dtype(np.float64))
         return np.asarray(
             (np.abs(hidden) @ np.abs(w) + np.where(np.isfinite(bias), np.abs(bias), 0.0)).max(axis=-1, initial=0.0)
@@ -308,7 +320,7 @@ class Problem:
             options[name] = options[name][slice(None) if self.gathered else slice(start, stop)].copy()
         targets = self.part(self.targets, rank) if self.with_probabilities else self.targets
         if self.operands is None:
-            arrays = {"logits": stored(self.repeated(self.part(self.logits, rank)), self.memory, self.axis)}
+            arrays = {self.kind.arrays[0]: stored(self.repeated(self.part(self.logits, rank)), self.memory, self.axis)}
         else:
             hidden = self.operands.hidden.reshape(*self.rows_shape, -1 if self.rows else self.operands.w.shape[0])
             arrays = {"hidden": hidden.copy(), "w": stored(self.part(self.operands.w, rank), self.memory)}

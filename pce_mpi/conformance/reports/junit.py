@@ -54,13 +54,13 @@ def render(report: Report) -> str:
             element = ElementTree.SubElement(case, tag, message=_clean(start + problem(outcome)))
             if tag != "skipped":
                 element.set("type", str(outcome.verdict))
-                element.text = _clean(_details(outcome))
+                element.text = _clean(_details(outcome, report))
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _details(outcome: Outcome) -> str:
-    seen = [*lines(outcome), printed(outcome), shape(outcome)]
+def _details(outcome: Outcome, report: Report) -> str:
+    seen = [*lines(outcome), printed(outcome), shape(outcome, report)]
     notes = [outcome.catches and f"catches: {in_a_line(outcome.catches)}", outcome.rerun and f"rerun: {outcome.rerun}"]
     return "\n".join(line for line in (*seen, *notes) if line)
 

@@ -203,14 +203,14 @@ def _prints(outcome: Outcome) -> list[Finding]:
     return outcome.findings[1:] if outcome.verdict.unended else []
 
 
-def shape(outcome: Outcome) -> str:
+def shape(outcome: Outcome, report: Report) -> str:
     """Return the shape of the problem in words; '' if it is not known."""
     if not outcome.splits:
         return ""
     lengths = [stop - start for start, stop in zip(outcome.splits[:-1], outcome.splits[1:], strict=True)]
     split = f" ({' + '.join(map(str, lengths))} classes)" if len(lengths) > 1 else ""
     size = f"{_counted(outcome.rows, 'row')}, {_counted(outcome.classes, 'class')}"
-    return f"{size}, {outcome.dtype}, on {_counted(outcome.ranks, 'rank')}{split}"
+    return KINDS[report.offer.kind].worded(f"{size}, {outcome.dtype}, on {_counted(outcome.ranks, 'rank')}{split}")
 
 
 def in_a_line(text: str) -> str:
@@ -222,17 +222,28 @@ def _offered(offer: Offer) -> str:
     return "; ".join(
         [
             ", ".join(offer.dtypes),
-            "options " + (", ".join(offer.options) or "none"),
-            "reductions " + ", ".join(offer.reductions),
-            _beside_logits(offer),
-            ", ".join(f"{dims}-D" for dims in offer.dims) + " logits",
-            "any class axis" if offer.any_axis else "classes last",
+            *([_placed(offer)] if offer.kind == "placement" else _of_logits(offer)),
             f"shards {_SHARDS[offer.shards]}",
             f"gives {_GRADIENT[offer.gradient]}",
             *["with the bits of one rank"] * offer.same_bits,
             *[f"gradients averaged over {' and '.join(offer.averaged)}"] * bool(offer.averaged),
         ]
     )
+
+
+def _placed(offer: Offer) -> str:
+    of = {"no": "", "term": " of terms", "array": " of terms, gradients of the array that they make"}[offer.partial]
+    return f"computes {offer.computes}{of}"
+
+
+def _of_logits(offer: Offer) -> list[str]:
+    return [
+        "options " + (", ".join(offer.options) or "none"),
+        "reductions " + ", ".join(offer.reductions),
+        _beside_logits(offer),
+        ", ".join(f"{dims}-D" for dims in offer.dims) + " logits",
+        "any class axis" if offer.any_axis else "classes last",
+    ]
 
 
 def _beside_logits(offer: Offer) -> str:

@@ -43,7 +43,7 @@ def _failures(failed: list[Outcome], report: Report) -> Iterator[str]:
     first = failed[0]
     yield _wrapped(f"{first.verdict} ", ", ".join(summary.title(each, report) for each in failed))
     yield _wrapped("  ", summary.problem(first))
-    if seen := summary.shape(first):
+    if seen := summary.shape(first, report):
         yield f"  seen at: {seen}"
     yield from (f"  | {line}" for line in summary.printed(first).splitlines()[-_LINES_SHOWN:])
     if first.rerun:

@@ -15,7 +15,8 @@ from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.judging.bits import difference
 from pce_mpi.conformance.judging.judge import Answer, answered
 from pce_mpi.conformance.judging.outcomes import Finding
-from pce_mpi.conformance.problems.cases import grid
+from pce_mpi.conformance.problems.cases import Gradient, grid
+from pce_mpi.conformance.problems.kinds.placement import MOVES, moved
 from pce_mpi.conformance.problems.kinds.step import TrainingStep
 from pce_mpi.conformance.problems.problem import Array, Problem, stored
 from pce_mpi.conformance.runs.results import BadResult, gradients_of, results_of
@@ -102,7 +103,7 @@ class _Call:
                 map(self._hand, ("the support's ids", "the support's offsets"), options["support"])
             )
         self._arrays = {name: self._hand(name, array) for name, array in shard.arrays.items()}
-        facts = {"class_start": shard.class_start, "num_classes": shard.num_classes}
+        facts = {"class_start": shard.class_start, "num_classes": shard.num_classes, "splits": problem.splits}
         self._options = {name: fact for name, fact in facts.items() if name in problem.kind.facts} | options
         self.loss: Any = None
         self.gradients: Mapping[str, Any] = {}
@@ -150,9 +151,9 @@ class _Call:
     def check(self) -> None:
         """Report arguments that have changed, and results that share memory with another array."""
         results = {"the gradient" if name == "dlogits" else name: each for name, each in self.gradients.items()}
-        free = set() if self._trial.watches_logits and not self._offer.overwrites_logits else {"logits"}
+        free = set() if self._trial.watches_logits and not self._offer.overwrites_logits else {"logits", "array"}
         for name, watched in self._watched.items():
-            declared = f"; {meant(overwrites_logits=True)}" * (name == "logits")
+            declared = f"; {meant(overwrites_logits=True)}" * (name in ("logits", "array"))
             if name not in free and watched.changed():
                 were = "were" if name[-1] == "s" else "was"
                 self._trial.find("inputs modified", f"{name} {were} modified{declared}")
@@ -318,6 +319,21 @@ def _step(trial: Trial) -> None:
     trial.judge(Answer(step.weights(rank, gradients).astype(step.dtype), products={"losses": losses}))
 
 
+def _placement(trial: Trial) -> None:
+    """Call the candidate once, and judge its numbers; what a move gives is compared by its bits, here."""
+    if trial.offer.computes not in MOVES:
+        _plain(trial)
+        return
+    call, rank = trial.call(backward=False), 0 if trial.comm is None else trial.comm.rank
+    upstream, moves = moved(trial.problem(0), rank, ones=trial.offer.gradient is Gradient.VALUE)
+    call.backward(upstream)
+    answer = call.answer()
+    for got, move in zip((answer.loss, answer.dlogits), moves, strict=True):
+        if got is not None and (text := move.wrong(got)):
+            trial.find(move.name, text)
+    call.check()
+
+
 PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "plain": _plain,
     "backward-twice": _backward_twice,
@@ -328,6 +344,7 @@ PROCEDURES: dict[str, Callable[[Trial], None]] = {
     "copies": _copies,
     "several-targets": _several_targets,
     "step": _step,
+    "placement": _placement,
 }
 
 

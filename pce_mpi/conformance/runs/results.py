@@ -100,7 +100,7 @@ def _form(returned: Any, problem: Problem, given: Mapping[str, Any]) -> Gradient
         return Gradient.VALUE
     loss, second = map(_shape, returned)
     recorded = getattr(returned[1], "requires_grad", False)  # by autograd, as logits are
-    return Gradient.VALUE if loss != second == _shape(given["logits"]) and not recorded else None
+    return Gradient.VALUE if loss != second == _shape(given[problem.kind.arrays[0]]) and not recorded else None
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:

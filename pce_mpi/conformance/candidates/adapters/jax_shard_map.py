@@ -37,7 +37,9 @@ class JaxShardMap:
         # XLA cannot compile the backward pass of a shard_map of zero rows (JAX 0.10).
         self.offer = replace(offer_of(function), shards="equal", gradient=Gradient.BACKWARD, empty=False)
         if not KINDS[self.offer.kind].shared_cases:
-            raise ValueError(f"jax-shard-map shards classes, and a candidate of kind {self.offer.kind!r} has all")
+            raise ValueError(
+                f"jax-shard-map shards the classes of logits, and a candidate of kind {self.offer.kind!r} takes others"
+            )
 
     def start(self, comm: MPI.Intracomm) -> None:
         """Create one CPU device for each rank of `comm`, on rank 0; collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pce_mpi.conformance.problems.kinds.kl import KL, TOPK_KL
 from pce_mpi.conformance.problems.kinds.linear import LINEAR, LINEAR_ENTROPY, LINEAR_LOG_PROB
 from pce_mpi.conformance.problems.kinds.loss import LOSS
+from pce_mpi.conformance.problems.kinds.placement import PLACEMENT
 from pce_mpi.conformance.problems.kinds.statistics import ENTROPY, LOG_PROB
 from pce_mpi.conformance.problems.kinds.step import STEP
 from pce_mpi.conformance.problems.problem import Kind
@@ -17,6 +18,7 @@ KINDS: dict[str, Kind] = {
     "kl": KL,
     "topk_kl": TOPK_KL,
     "step": STEP,
+    "placement": PLACEMENT,
     "linear": LINEAR,
     "linear_log_prob": LINEAR_LOG_PROB,
     "linear_entropy": LINEAR_ENTROPY,
