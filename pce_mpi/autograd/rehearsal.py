@@ -269,7 +269,7 @@ def _take_most(most: Rehearsal, other: Rehearsal, at: Coordinates) -> None:
                 f"{_text_of_event(b)} rather than {_text_of_event(a)}. It must start anew in each run, not go on with "
                 "an iterator, say, from outside, and must send the same on every rank"
             )
-    most.events[:] = [max(pair, key=_bytes) for pair in zip(most.events, other.events, strict=True)]
+    most.events[:] = [max(pair, key=lambda event: event.bytes) for pair in zip(most.events, other.events, strict=True)]
     most.memory |= {purpose: max(size, other.memory[purpose]) for purpose, size in most.memory.items()}
 
 
@@ -279,10 +279,6 @@ def _text_of_place(at: Coordinates) -> str:
 
 def _text_of_event(event: Event | None) -> str:
     return f"the {event.collective} of {event.operation} over {event.over}" if event else "none"
-
-
-def _bytes(event: Event) -> int:
-    return event.bytes
 
 
 def _other_kinds(sizes: dict[str, int], shardings: set[Sharding]) -> Iterator[dict[str, int]]:

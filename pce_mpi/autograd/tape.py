@@ -44,10 +44,7 @@ Place = tuple[Node, int]
 
 
 def backward(
-    root: Place,
-    gradient: Gradient,
-    add: Callable[[Gradient, Gradient], Gradient],
-    enter: Callable[[Any], object],
+    root: Place, gradient: Gradient, add: Callable[[Gradient, Gradient], Gradient], enter: Callable[[Any], object]
 ) -> None:
     """Pass `gradient`, that of the value at `root`, back to everything that this value was computed from.
 

@@ -99,12 +99,7 @@ ReduceOp = Literal["sum", "max", "min"] | Merge
 
 
 def all_reduce(
-    array: Array,
-    comm: MPI.Intracomm,
-    op: ReduceOp,
-    *,
-    overwrite: bool = False,
-    element: np.dtype[Any] | None = None,
+    array: Array, comm: MPI.Intracomm, op: ReduceOp, *, overwrite: bool = False, element: np.dtype[Any] | None = None
 ) -> Array:
     """Reduce `array` over all ranks of `comm` with `op`; every rank returns the same bits.
 
@@ -117,12 +112,7 @@ def all_reduce(
 
 
 def start_all_reduce(
-    array: Array,
-    comm: MPI.Intracomm,
-    op: ReduceOp,
-    *,
-    overwrite: bool = False,
-    element: np.dtype[Any] | None = None,
+    array: Array, comm: MPI.Intracomm, op: ReduceOp, *, overwrite: bool = False, element: np.dtype[Any] | None = None
 ) -> Callable[[], Array]:
     """Start an `all_reduce`, and return the function that waits for it and gives its result.
 

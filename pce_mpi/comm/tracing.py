@@ -119,13 +119,7 @@ class Trace:
         list of Event
             The events, in order.
         """
-        wanted = {
-            "collective": collective,
-            "operation": operation,
-            "phase": phase,
-            "over": over,
-            "purpose": purpose,
-        }
+        wanted = {"collective": collective, "operation": operation, "phase": phase, "over": over, "purpose": purpose}
         return [
             event
             for event in self.events
@@ -410,12 +404,7 @@ _WIDTH, _HEIGHT, _LETTER = 8.0, 2.8, 0.075
 _NAMED = 40
 # More marks between operations than these are a band, and take seconds to draw.
 _TICKS = 200
-_COLORS = {
-    "all_reduce": "C0",
-    "all_gather": "C1",
-    "reduce_scatter": "C2",
-    "all_to_all": "C3",
-}
+_COLORS = {"all_reduce": "C0", "all_gather": "C1", "reduce_scatter": "C2", "all_to_all": "C3"}
 _GREY = "#9a9a9a"
 # The darkness of the ground behind the bars of a phase.
 _SHADES = {"backward": 0.15, "step": 0.35}

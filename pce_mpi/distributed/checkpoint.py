@@ -51,7 +51,8 @@ class TensorWriter:
         if self._start > LONGEST_HEADER:
             raise ValueError(f"the header has {self._start} bytes, more than {LONGEST_HEADER}: use shorter names")
         self._path = Path(os.path.realpath(path))  # a link stays, and the file that it leads to is replaced
-        folder, stem = self._path.parent, _stem(self._path.name)
+        # The temporary file's name has 17 more characters, and at most 255 bytes.
+        folder, stem = self._path.parent, f".{os.fsdecode(os.fsencode(self._path.name)[:200])}."
         for leftover in abandoned(folder, stem):  # first, as the new file may need the space of these
             with suppress(OSError):
                 leftover.unlink()
@@ -106,11 +107,6 @@ def _replaceable(path: Path) -> os.stat_result | None:
     return status
 
 
-def _stem(name: str) -> str:
-    """Return the beginning of the temporary file's name, which has 17 more characters and at most 255 bytes."""
-    return f".{os.fsdecode(os.fsencode(name)[:200])}."
-
-
 def _take_over(descriptor: int, replaced: os.stat_result) -> None:
     """Give a file the mode of the one that it replaces and, if this user may, its owner and group."""
     for owner in (replaced.st_uid, -1), (-1, replaced.st_gid):
@@ -156,11 +152,7 @@ def _entries(arrays: Mapping[str, DistArray]) -> tuple[dict[str, dict[str, Any]]
     for name in order:
         array = arrays[name]
         start, end = end, end + array.size * array.dtype.itemsize
-        entries[name] = {
-            "dtype": CODES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [start, end],
-        }
+        entries[name] = {"dtype": CODES[array.dtype.name], "shape": list(array.shape), "data_offsets": [start, end]}
     return entries, end
 
 

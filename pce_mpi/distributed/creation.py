@@ -221,13 +221,7 @@ def _finite(value: Any, name: str) -> float:
 
 
 def distribute(
-    array: Any,
-    mesh: Mesh,
-    /,
-    *,
-    requires_grad: bool = False,
-    src_rank: int | None = None,
-    **placements: Placement,
+    array: Any, mesh: Mesh, /, *, requires_grad: bool = False, src_rank: int | None = None, **placements: Placement
 ) -> DistArray:
     """Make a distributed array from a global array, which every rank passes.
 

@@ -130,7 +130,8 @@ def fingerprint(arrays: DistArray | Mapping[str, DistArray] | Iterable[DistArray
     found = []
     for (name, x), (once, weighted) in zip(whole.items(), sums.tolist(), strict=True):
         total = _number(once)
-        if _number(weighted) != total * sum(map(_factor, range(_replicas(x)))) % _MODULUS:
+        replicas = math.prod(x.sharding.sizes[dim] for dim in _replicated_dims(x))
+        if _number(weighted) != total * sum(map(_factor, range(replicas))) % _MODULUS:
             check_replicas(x)  # names the ranks
         found.append([name, x.dtype.name, x.shape, f"{total:032x}"])
     return hashlib.sha256(json.dumps(sorted(found)).encode()).hexdigest()
@@ -168,10 +169,6 @@ def _check(named: Mapping[str, Any], mesh: Mesh) -> None:
             raise TypeError(f"fingerprint takes distributed arrays, but {name!r} is {x!r}")
         if x.mesh is not mesh:
             raise ValueError(f"fingerprint takes arrays on one mesh, but {name!r} is on another one")
-
-
-def _replicas(x: DistArray) -> int:
-    return math.prod(x.sharding.sizes[dim] for dim in _replicated_dims(x))
 
 
 def _replica(x: DistArray) -> int:

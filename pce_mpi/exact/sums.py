@@ -76,7 +76,8 @@ def grids(
         sent = [*here, array_namespace(here[0]).full(1, not finite, np.int32)]
         here = apart(all_reduce(side_by_side(sent).astype(np.int16), comm, "max").astype(np.int32), sent)
         finite = not is_true(here.pop()[0])
-    return finite, parts, [_usable(e) for e in here]
+    # Sums that have no element but 0 get 0, of which a power of two can be made.
+    return finite, parts, [array_namespace(e).where(e == -NOT_FINITE, 0, e) for e in here]
 
 
 def side_by_side(parts: Sequence[Array]) -> Array:
@@ -94,11 +95,6 @@ def finite_part(x: Array) -> Array:
     """Return `x` with 0 for infinities and nan."""
     xp = array_namespace(x)
     return xp.where(xp.isfinite(x), x, x.dtype.type(0))
-
-
-def _usable(e: Array) -> Array:
-    """Return `e`, with 0 for sums that have no element but 0, so that powers of two can be made of it."""
-    return array_namespace(e).where(e == -NOT_FINITE, 0, e)
 
 
 def slices(

@@ -26,13 +26,7 @@ from pce_mpi.kernels.elementary import (
     two_product,
     two_sum,
 )
-from pce_mpi.kernels.interface import (
-    INFINITE,
-    NEGLIGIBLE,
-    NO_MARGIN,
-    ROW_SOFTMAX,
-    Pass,
-)
+from pce_mpi.kernels.interface import INFINITE, NEGLIGIBLE, NO_MARGIN, ROW_SOFTMAX, Pass
 from pce_mpi.kernels.limbs import (
     WIDE,
     Double,

@@ -95,7 +95,8 @@ class Product:
         problem.also = {"features": self.w.shape[0], "dtype of w": name_of(self.w.dtype), "chunk": chunk}
         problem.also["bias given"] = self.bias is not None
         weight = problem.options.weight
-        if weight is not None and self.dtype == np.float32 and not np.all((weight == 0) | _in_range(np.abs(weight))):
+        sizes = np.abs(weight[weight != 0]) if weight is not None and self.dtype == np.float32 else np.ones(1)
+        if not np.all((sizes >= _LEAST) & (sizes <= _MOST)):
             raise ValueError(f"weight must be 0 or from {_LEAST:g} to {_MOST:g}, as gradients are summed in float32")
         self.held = max(1, min(len(self.hidden), chunk // buffers_of(options)))
         if gemm.takes(self.w):
@@ -194,10 +195,6 @@ def check_product(operands: Mapping[str, Any]) -> None:
 def buffers_of(options: Options) -> int:
     """Return into how many parts a chunk is cut, one of which is merged while the next one is multiplied."""
     return 1 if options.comm is None or options.comm.size == 1 else 2
-
-
-def _in_range(weight: Array) -> Array:
-    return (weight >= _LEAST) & (weight <= _MOST)
 
 
 # Elements of a block of columns. On a GPU a block has a part of the columns, at least so many, to occupy all of it.

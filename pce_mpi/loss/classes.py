@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, check_one_library, cupy_of, is_floating
+from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, check_one_library, cupy_of
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
@@ -328,13 +328,16 @@ def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
     xp, axis = problem.xp, problem.options.axis
     outer, inner = math.prod(problem.logits.shape[:axis]), math.prod(problem.logits.shape[axis + 1 :])
     rows = rows_and_classes(problem.logits, axis).swapaxes(1, 2).reshape(outer * inner, problem.classes)
-    dtype, count = _wire_dtype(problem.logits.dtype), min(k, problem.classes)
+    kind, count = problem.logits.dtype.kind, min(k, problem.classes)
+    # Numbers of 8 bytes, which have all those of the logits.
+    dtype: Any = np.uint64 if kind == "u" else np.int64 if kind in "ib" else np.float64
     values, columns = problem.kernel.largest_of(rows, count)
     values, classes = values.astype(dtype, copy=False), columns + problem.class_start
     if options.comm is not None:
         candidates = xp.empty((len(rows), 2, k), np.int64)
         numbers, places = candidates[:, 0].view(dtype), candidates[:, 1]
-        numbers[...], places[...] = _lowest(dtype), NO_CLASS  # for a rank with fewer than k classes
+        lowest = -math.inf if dtype is np.float64 else np.iinfo(dtype).min
+        numbers[...], places[...] = lowest, NO_CLASS  # for a rank with fewer than k classes
         numbers[:, :count], places[:, :count] = values, classes
         element = np.dtype([("values", dtype, (k,)), ("classes", np.int64, (k,))])
         with cause(options.operation, options.over, "the largest logits of the shards, merged"):
@@ -360,15 +363,6 @@ def checked_k(k: Any) -> int:
     if number < 1:
         raise ValueError(f"k must be at least 1, got {k}")
     return number
-
-
-def _wire_dtype(dtype: np.dtype[Any]) -> Any:
-    """Return the dtype of 8 bytes that has all numbers of `dtype`."""
-    return np.float64 if is_floating(dtype) else np.uint64 if dtype.kind == "u" else np.int64
-
-
-def _lowest(dtype: Any) -> Any:
-    return -math.inf if dtype is np.float64 else np.iinfo(dtype).min
 
 
 @cache

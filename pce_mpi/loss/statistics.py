@@ -178,12 +178,7 @@ def class_statistics_forward(
 
 @tensors_on_this_rank
 def class_statistics_backward(
-    residuals: StatisticsResiduals,
-    *,
-    log_prob: Any = None,
-    entropy: Any = None,
-    logsumexp: Any = None,
-    out: Any = None,
+    residuals: StatisticsResiduals, *, log_prob: Any = None, entropy: Any = None, logsumexp: Any = None, out: Any = None
 ) -> Array:
     """Compute the gradient of the logits from those of log-probabilities, entropies and logsumexp, in one pass.
 

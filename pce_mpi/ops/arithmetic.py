@@ -12,13 +12,7 @@ from pce_mpi.autograd.apply import Call, Op, apply, operands_of, operation, redi
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.ops.broadcasting import sum_to
-from pce_mpi.ops.elementwise import (
-    elementwise_rule,
-    gradient_op,
-    library_function,
-    square,
-    widened,
-)
+from pce_mpi.ops.elementwise import elementwise_rule, gradient_op, library_function, square, widened
 
 Vjp = Callable[..., DistArray]
 
@@ -55,11 +49,6 @@ def _power(xp: Any, a: Array, b: Array) -> Array:
     return xp.where(half & (a == -np.inf), np.inf, xp.where(half & (found == 0), 0.0, found))
 
 
-def _power_gradient_of_base(xp: Any, g: Array, a: Array, b: Array) -> Array:
-    """Return the gradient of a in a**b; for b = 0 it is 0, at a = 0 as well."""
-    return xp.where(b == 0, 0, g * (b * _power(xp, a, xp.where(b == 0, 1, b) - 1)))
-
-
 def _power_gradient_of_exponent(xp: Any, g: Array, a: Array, b: Array) -> Array:
     """Return the gradient of b in a**b; at a = 0 it is 0 for b >= 0, as in PyTorch."""
     return xp.where((a == 0) & (b >= 0), 0, g * (_power(xp, a, b) * xp.log(a)))
@@ -87,7 +76,10 @@ def _remainder(a: Array, b: Array) -> Array:
 
 
 _DIVISOR = gradient_op("divide", lambda xp, g, a, b: -(g / b) * (a / b), [1])
-_BASE = gradient_op("power", _power_gradient_of_base)
+# For b = 0 the gradient of a in a**b is 0, at a = 0 as well.
+_BASE = gradient_op(
+    "power", lambda xp, g, a, b: xp.where(b == 0, 0, g * (b * _power(xp, a, xp.where(b == 0, 1, b) - 1)))
+)
 _EXPONENT = gradient_op("power", _power_gradient_of_exponent)
 _NOTHING = gradient_op("floor_divide", lambda xp, g: xp.zeros_like(g), [0])
 _MODULUS = gradient_op("remainder", lambda xp, g, a, b: -g * _floor_divide(a, b), [0])
@@ -349,16 +341,10 @@ def _maximum_gradient(xp: Any, g: Array, x: Array, other: Array) -> Array:
 
 _LARGER = gradient_op("maximum", _maximum_gradient)
 _MAXIMUM = binary(
-    "maximum",
-    lambda g, a, b: apply(_LARGER, g, a, b),
-    lambda g, a, b: apply(_LARGER, g, b, a),
-    uses=[(0, 1), (0, 1)],
+    "maximum", lambda g, a, b: apply(_LARGER, g, a, b), lambda g, a, b: apply(_LARGER, g, b, a), uses=[(0, 1), (0, 1)]
 )
 _MINIMUM = binary(
-    "minimum",
-    lambda g, a, b: apply(_LARGER, g, b, a),
-    lambda g, a, b: apply(_LARGER, g, a, b),
-    uses=[(0, 1), (0, 1)],
+    "minimum", lambda g, a, b: apply(_LARGER, g, b, a), lambda g, a, b: apply(_LARGER, g, a, b), uses=[(0, 1), (0, 1)]
 )
 # Unlike in `maximum` and `minimum`, an element equal to its bound has all of the gradient.
 _AT_LEAST = binary(

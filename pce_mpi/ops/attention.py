@@ -26,9 +26,7 @@ def _rule(q: Shape, k: Shape, v: Shape, causal: bool, scale: float) -> Rule:
     stack = tuple(map(Axis, range(len(q) - 2)))
     query, column = Axis("query"), Axis("column")
     return Rule(
-        ((*stack, query, None), (*stack, None, None), (*stack, None, column)),
-        (*stack, query, column),
-        (*q[:-1], v[-1]),
+        ((*stack, query, None), (*stack, None, None), (*stack, None, column)), (*stack, query, column), (*q[:-1], v[-1])
     )
 
 
@@ -96,24 +94,6 @@ def _scores_rule(g: Shape, y: Shape, v: Shape, p: Shape, scale: float) -> Rule:
 _SCORES = Op("scaled_dot_product_attention", _scores, rule=_scores_rule)
 
 
-def _to_query(
-    g: DistArray, y: DistArray, q: DistArray, k: DistArray, v: DistArray, residuals: _Probabilities, **options: Any
-) -> DistArray:
-    return residuals.gradient_of_scores(g, y, v, options["scale"]) @ k
-
-
-def _to_key(
-    g: DistArray, y: DistArray, q: DistArray, k: DistArray, v: DistArray, residuals: _Probabilities, **options: Any
-) -> DistArray:
-    return transposed_times(residuals.gradient_of_scores(g, y, v, options["scale"]), q)
-
-
-def _to_value(
-    g: DistArray, y: DistArray, q: DistArray, k: DistArray, v: DistArray, residuals: _Probabilities, **_: Any
-) -> DistArray:
-    return transposed_times(residuals.placed(y, v.shape[-2]), g)
-
-
 def _composed(q: DistArray, k: DistArray, v: DistArray, causal: bool, scale: float) -> DistArray:
     """Compute the result from operations that have a reproducible form."""
     scores = matmul(q * scale, swapaxes(k, -1, -2))
@@ -125,7 +105,13 @@ def _composed(q: DistArray, k: DistArray, v: DistArray, causal: bool, scale: flo
 _ATTENTION = Op(
     "scaled_dot_product_attention",
     _attention,
-    (_to_query, _to_key, _to_value),
+    (
+        lambda g, y, q, k, v, residuals, causal, scale: residuals.gradient_of_scores(g, y, v, scale) @ k,
+        lambda g, y, q, k, v, residuals, causal, scale: transposed_times(
+            residuals.gradient_of_scores(g, y, v, scale), q
+        ),
+        lambda g, y, q, k, v, residuals, **_: transposed_times(residuals.placed(y, v.shape[-2]), g),
+    ),
     _rule,
     uses=[(-1, 1, 2), (-1, 0, 2), ()],
     composition=_composed,

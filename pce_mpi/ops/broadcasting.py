@@ -36,13 +36,9 @@ def _broadcast_rule(before: Shape, shape: Shape) -> Rule:
     return Rule((axes,), (*added, *axes), shape, linear=((0,),), moves_data=True)
 
 
-def _broadcast(call: Call, x: Array, shape: Shape) -> Array:
-    return array_namespace(x).broadcast_to(x, call.shape)
-
-
 _BROADCAST_TO = Op(
     "broadcast_to",
-    _broadcast,
+    lambda call, x, shape: array_namespace(x).broadcast_to(x, call.shape),
     (lambda g, y, x, shape: sum_to(g, x.shape),),
     _broadcast_rule,
     uses=[()],
@@ -136,10 +132,6 @@ def reduction_rule(
     )
 
 
-def _sum(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-    return x.sum(axes, keepdims=keepdims)
-
-
 def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, loses: Any) -> Array:
     """Return the largest ("max") or the smallest ("min") element of `x`; `loses`, if there is no element.
 
@@ -166,7 +158,7 @@ def _exact_sum(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool) -> A
 
 _SUM = Op(
     "sum",
-    _sum,
+    lambda call, x, axes, keepdims: x.sum(axes, keepdims=keepdims),
     (lambda g, y, x, axes, keepdims: spread(g, x, axes),),
     reduction_rule,
     uses=[()],

@@ -126,11 +126,13 @@ def _put(call: Call, g: Array, classes: Array, x: Array, axis: int) -> Array:
 _PUT = Op("top_k", _put, rule=_put_rule, dtype=lambda g, *_: g)
 
 
-def _to_operand(g: DistArray, y: DistArray, x: DistArray, axis: int, k: int, residuals: Array) -> DistArray:
-    return apply(_PUT, g, DistArray(residuals, y.mesh, y.sharding), x, axis=axis)
-
-
-_TOP_K = Op("top_k", _top_k, (_to_operand,), _rule, uses=[()])
+_TOP_K = Op(
+    "top_k",
+    _top_k,
+    (lambda g, y, x, axis, k, residuals: apply(_PUT, g, DistArray(residuals, y.mesh, y.sharding), x, axis=axis),),
+    _rule,
+    uses=[()],
+)
 _ARGMAX = Op("argmax", _argmax, rule=_rule, dtype=lambda _: np.int64)
 
 

@@ -315,10 +315,6 @@ def _sigmoid_gradient(xp: Any, g: Array, x: Array) -> Array:
     return g * (small / (both * both))
 
 
-def _relu(xp: Any, x: Array) -> Array:
-    return xp.maximum(x, x.dtype.type(0))
-
-
 def _constants() -> tuple[tuple[float, float], tuple[float, float]]:
     """Return a = 2 sqrt(2 / pi) and 0.044715 a, each as a head and a tail."""
     bits = 200
@@ -385,7 +381,7 @@ def _gelu_of(xp: Any, exp: Callable[[Array], Array], x: Array, y: Array, slope: 
 
 _TANH = unary("tanh", lambda xp, g, x: 4 * _sigmoid_gradient(xp, g, 2 * x))
 _SIGMOID = unary("sigmoid", _sigmoid_gradient, _sigmoid, _exact_sigmoid)
-_RELU = unary("relu", lambda xp, g, x: g * (x > 0), _relu)
+_RELU = unary("relu", lambda xp, g, x: g * (x > 0), lambda xp, x: xp.maximum(x, x.dtype.type(0)))
 _GELU = Op(
     "gelu",
     _gelu,

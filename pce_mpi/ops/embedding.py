@@ -73,25 +73,17 @@ def _exact_gradient(call: Call, g: Array, ids: Array, table: Array) -> Array:
 
 
 # The table is an operand for its sharding alone: each rank adds up the rows of its own shard.
-_GRADIENT = Op(
-    "embedding",
-    _gradient,
-    rule=_gradient_rule,
-    dtype=lambda g, *_: g,
-    wide=True,
-    exact=_exact_gradient,
-)
-
-
-def _to_table(g: DistArray, y: DistArray, table: DistArray, ids: DistArray) -> DistArray:
-    # The table goes in with its natural placement, so that a Partial one is not reduced: its elements are not used.
-    return apply(_GRADIENT, g, ids, DistArray(table.local, table.mesh, table.sharding.natural))
+_GRADIENT = Op("embedding", _gradient, rule=_gradient_rule, dtype=lambda g, *_: g, wide=True, exact=_exact_gradient)
 
 
 _EMBEDDING = Op(
     "embedding",
     _embedding,
-    (_to_table, None),
+    (
+        # Its natural placement: a Partial table is not reduced, as its elements are not used.
+        lambda g, y, table, ids: apply(_GRADIENT, g, ids, DistArray(table.local, table.mesh, table.sharding.natural)),
+        None,
+    ),
     _rule,
     dtype=lambda table, ids: table,
     uses=[(1,)],

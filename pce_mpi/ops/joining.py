@@ -6,7 +6,7 @@ They are linear, and keep Partial "max" and "min" as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 import math
 import operator
@@ -249,10 +249,6 @@ def _slice_rule(shape: Shape, ranges: tuple[Range, ...]) -> Rule:
     return Rule((axes,), axes, tuple(len(range(*part)) for part in ranges), linear=((0,),), moves_data=True)
 
 
-def _slice(call: Call, x: Array, ranges: tuple[Range, ...]) -> Array:
-    return x[_slices(x.shape, ranges, call.operands[0].shape)]
-
-
 def _fill_rule(shape: Shape, ranges: tuple[Range, ...], whole: Shape) -> Rule:
     axes = _sliced_axes(whole, ranges)
     return Rule((axes,), axes, whole, linear=((0,),))
@@ -267,7 +263,7 @@ def _fill(call: Call, x: Array, ranges: tuple[Range, ...], whole: Shape) -> Arra
 _FILL = Op("slice", _fill, rule=_fill_rule)
 _SLICE = Op(
     "slice",
-    _slice,
+    lambda call, x, ranges: x[_slices(x.shape, ranges, call.operands[0].shape)],
     (lambda g, y, x, ranges: apply(_FILL, g, ranges=ranges, whole=x.shape),),
     _slice_rule,
     uses=[()],
@@ -307,35 +303,29 @@ def _put_rule(g: Shape, *indices: Shape, axes: tuple[int, ...], at: int, whole: 
     return Rule((pick.result, *pick.operands[1:]), pick.operands[0], whole, linear=((0,),), reduces="sum")
 
 
-def _put(call: Call, g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape) -> Array:
+def _put(
+    call: Call, g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape, exact: bool = False
+) -> Array:
     """Return zeros, with the elements of `g` added where `_pick` takes them from."""
-    xp, lengths = array_namespace(g), call.shape
-    rest = [axis for axis in range(len(whole)) if axis not in axes]
-    block = g.ndim - len(rest)
-    order = [*axes, *rest]
-    filled = xp.zeros([lengths[axis] for axis in order], g.dtype)
+    xp, rest = array_namespace(g), [axis for axis in range(len(whole)) if axis not in axes]
+    block, order, lengths = g.ndim - len(rest), [*axes, *rest], call.shape
+    shape = tuple(lengths[axis] for axis in order)
     moved = g.transpose((*range(at, at + block), *range(at), *range(at + block, g.ndim)))
-    xp.add.at(filled, indices, moved)
+
+    def scatter(how: str, target: Array, values: Array) -> None:
+        getattr(xp, how).at(target, indices, values)
+
+    if exact:
+        count = math.prod(np.broadcast_shapes(*(each.shape for each in call.operands[1:])))
+        sums = scattered(scatter, lambda zeros: zeros[indices], moved, shape, count, call.summed_comm)
+        filled = converted(sums, g.dtype)
+    else:
+        filled = xp.zeros(shape, g.dtype)
+        scatter("add", filled, moved)
     return filled.transpose(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _exact_put(call: Call, g: Array, *indices: Array, axes: tuple[int, ...], at: int, whole: Shape) -> Array:
-    xp, lengths = array_namespace(g), call.shape
-    rest = [axis for axis in range(len(whole)) if axis not in axes]
-    block = g.ndim - len(rest)
-    order = [*axes, *rest]
-    moved = g.transpose((*range(at, at + block), *range(at), *range(at + block, g.ndim)))
-
-    def scatter(how: str, zeros: Array, values: Array) -> None:
-        getattr(xp, how).at(zeros, indices, values)
-
-    length = math.prod(np.broadcast_shapes(*(each.shape for each in call.operands[1:])))
-    shape = tuple(lengths[axis] for axis in order)
-    filled = scattered(scatter, lambda zeros: zeros[indices], moved, shape, length, call.summed_comm)
-    return converted(filled.transpose(sorted(range(len(order)), key=order.__getitem__)), g.dtype)
-
-
-_PUT = Op("slice", _put, rule=_put_rule, dtype=lambda g, *_: g, wide=True, exact=_exact_put)
+_PUT = Op("slice", _put, rule=_put_rule, dtype=lambda g, *_: g, wide=True, exact=partial(_put, exact=True))
 _PICK = Op(
     "slice",
     _pick,

@@ -181,12 +181,8 @@ def _as_rows(x: Array, axis: int) -> Array:
 
 
 def _as_array(rows: Array, shape: Shape, axis: int) -> Array:
-    xp, array = array_namespace(rows), rows.reshape(*_without(shape, axis), rows.shape[1])
+    xp, array = array_namespace(rows), rows.reshape(*shape[:axis], *shape[axis + 1 :], rows.shape[1])
     return array if axis == array.ndim - 1 else xp.ascontiguousarray(xp.moveaxis(array, -1, axis))
-
-
-def _without(shape: Shape, axis: int) -> Shape:
-    return shape[:axis] + shape[axis + 1 :]
 
 
 def _factors(scale: tuple[Array, ...], count: int) -> Array:
@@ -335,10 +331,5 @@ def _elementwise_rule(near: Shape, *others: Shape, **_: Any) -> Rule:
 
 _PULLED = Op("layer_norm", lambda call, *arrays, **count: _pulled(*arrays, **count), rule=_elementwise_rule)
 _NORMALIZED = Op(
-    "layer_norm",
-    _from_sums,
-    (_to_near, None),
-    _elementwise_rule,
-    dtype=lambda near, _: near,
-    uses=[(-1,), ()],
+    "layer_norm", _from_sums, (_to_near, None), _elementwise_rule, dtype=lambda near, _: near, uses=[(-1,), ()]
 )

@@ -139,10 +139,6 @@ def transposed_times(a: DistArray, b: DistArray) -> DistArray:
     return apply(_OF_TRANSPOSED, a, b)
 
 
-def _to_first(g: DistArray, y: DistArray, a: DistArray, b: DistArray) -> DistArray:
-    return sum_to(times_transposed(g, b), a.shape)
-
-
 def _to_second(g: DistArray, y: DistArray, a: DistArray, b: DistArray) -> DistArray:
     if b.ndim == 2:
         return apply(_TRANSPOSED_PRODUCT, a, g)
@@ -150,7 +146,12 @@ def _to_second(g: DistArray, y: DistArray, a: DistArray, b: DistArray) -> DistAr
 
 
 _MATMUL = Op(
-    "matmul", _matmul, (_to_first, _to_second), _matmul_rule, uses=[(1,), (0,)], exact=_exact(_matmul, lambda a: a[-1])
+    "matmul",
+    _matmul,
+    (lambda g, y, a, b: sum_to(times_transposed(g, b), a.shape), _to_second),
+    _matmul_rule,
+    uses=[(1,), (0,)],
+    exact=_exact(_matmul, lambda a: a[-1]),
 )
 
 

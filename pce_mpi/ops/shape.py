@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import math
 from typing import Any
 
-from pce_mpi.arrays import Array, Shape
-from pce_mpi.autograd.apply import Call, Op, apply, of_array, operation
+from pce_mpi.arrays import Shape
+from pce_mpi.autograd.apply import Op, apply, of_array, operation
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.validation import integer, integers
@@ -54,13 +54,9 @@ def _groups(before: Shape, after: Shape) -> Iterator[tuple[list[int], list[int]]
             mine, theirs = [], []
 
 
-def _reshape(call: Call, x: Array, shape: Shape) -> Array:
-    return x.reshape(call.shape)
-
-
 _RESHAPE = Op(
     "reshape",
-    _reshape,
+    lambda call, x, shape: x.reshape(call.shape),
     (lambda g, y, x, shape: reshape(g, x.shape),),
     _reshape_rule,
     uses=[()],

@@ -27,12 +27,7 @@ from pce_mpi.loss.options import (
     takes,
 )
 from pce_mpi.loss.problem import Problem
-from pce_mpi.loss.statistics import (
-    ClassStatistics,
-    StatisticsResiduals,
-    class_statistics_backward,
-    statistics_of,
-)
+from pce_mpi.loss.statistics import ClassStatistics, StatisticsResiduals, class_statistics_backward, statistics_of
 from pce_mpi.ops.elementwise import widened
 from pce_mpi.ops.joining import stack
 from pce_mpi.ops.losses import composed_logits
