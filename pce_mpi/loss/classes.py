@@ -35,37 +35,7 @@ from pce_mpi.validation import integer
 @takes(ShardedAxisOptions)
 @tensors_for_tensors
 def take_classes(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
-    """Take the logits of chosen classes of each row, whichever rank has them.
-
-    Parameters
-    ----------
-    logits : array
-        Those of `softmax_cross_entropy`.
-    ids : array of integers
-        Global class numbers, the same on every rank: the logits' shape with any number of classes in place of the class
-        axis, as `top_k` gives them. A class may be chosen more than once. They may be on the host beside logits on a
-        GPU.
-
-    Returns
-    -------
-    array
-        The logits in the shape of `ids`, with all their bits, on every rank.
-
-    Raises
-    ------
-    IndexError
-        For a class out of range. All other errors are those of `softmax_cross_entropy`.
-
-    Notes
-    -----
-    Collective over `comm`: one Allgather of 56 bytes, and one Allreduce of the bytes of the result.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> take_classes(np.array([[1.0, 2.0, 3.0]]), np.array([[2, 0]]))
-    array([[3., 1.]])
-    """
+    """Take the logits of chosen classes of plain shards; see `pce_mpi.take_classes`."""
     return chosen_logits(Options.of("take_classes", options, ShardedAxisOptions), logits, ids)[0]
 
 
@@ -250,39 +220,7 @@ def upstream_of_several(value: Any, name: str, problem: Problem) -> Array:
 @takes(ShardedAxisOptions)
 @tensors_for_tensors
 def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[Array, Array]:
-    """Find the k largest logits of each row over the classes of all shards, and their classes.
-
-    Parameters
-    ----------
-    logits : array of real numbers
-        Those of `softmax_cross_entropy`, or integers or bool.
-    k : int
-        How many, at least 1 and at most the number of classes of all shards; the same on every rank.
-
-    Returns
-    -------
-    values : array
-        The k largest logits, largest first, in the logits' dtype: shaped as the logits with k in place of the class
-        axis. A `nan` is larger than any number, as in NumPy's and PyTorch's order.
-    classes : array of int64
-        Their global numbers; among equal logits the lowest come first. Both are the same bits on every rank.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer than k classes. All other errors are those of `softmax_cross_entropy`.
-
-    Notes
-    -----
-    Collective over `comm`: one Allgather of 56 bytes, and one Allreduce of 16 k bytes a row.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> values, classes = top_k(np.array([[1.0, 3.0, 2.0, 3.0]]), 3)
-    >>> values, classes
-    (array([[3., 3., 2.]]), array([[1, 3, 2]]))
-    """
+    """Find the k largest logits of plain shards; see `pce_mpi.top_k`."""
     with standard_arithmetic():
         return largest(Options.of("top_k", options, ShardedAxisOptions), logits, k)
 
@@ -290,29 +228,7 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
 @takes(ShardedAxisOptions)
 @tensors_for_tensors
 def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
-    """Find the class of the largest logit of each row over the classes of all shards.
-
-    Parameters
-    ----------
-    logits : array of real numbers
-        Those of `top_k`.
-
-    Returns
-    -------
-    array of int64
-        The global number of the class, shaped as the logits without the class axis: the lowest on ties, and the first
-        `nan` if there is one, as in NumPy. Every rank has equal bits.
-
-    Notes
-    -----
-    Errors and communication are those of `top_k` for k = 1.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> argmax(np.array([[1.0, 3.0, 2.0, 3.0]]))
-    array([1])
-    """
+    """Find the classes of the largest logits of plain shards; see `pce_mpi.argmax`."""
     checked = Options.of("argmax", options, ShardedAxisOptions)
     with standard_arithmetic():
         classes = largest(checked, logits, 1)[1]

@@ -28,57 +28,7 @@ from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 @takes(ShardedDivergenceOptions)
 @tensors_for_tensors
 def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]) -> Array:
-    """Compute the divergence of two softmaxes whose classes are sharded over the ranks of `comm`, in nats.
-
-    Each rank passes its own classes of the same rows. With s and t the softmax of logit_scale student and logit_scale
-    teacher over the classes of all shards, and KL(p || q) = sum_c p_c log(p_c / q_c), it is
-
-        "forward"           KL(t || s)
-        "reverse"           KL(s || t)
-        "jensen-shannon"    beta KL(t || m) + (1 - beta) KL(s || m)     m = beta t + (1 - beta) s
-
-    With beta 0 the last is KL(t || s), with 1 KL(s || t). Nothing is divided by logit_scale**2. A class with p_c = 0
-    contributes 0, whatever q_c is.
-
-    Parameters
-    ----------
-    student, teacher : array of float16, bfloat16, float32 or float64
-        The logits of this rank's classes, of one shape; dtypes may differ.
-    logit_scale : float, default 1.0
-        The factor of both logits, from 2**-64 to 2**64: 1 / T for a temperature T.
-    reduction : {"mean", "sum", "none"}, default "mean"
-        `"mean"` divides by the number of rows that count; if there are none it is `nan`.
-    compute_dtype : dtype, optional
-        Dtype of the divergence: float32, or float64 for float64 logits, unless given. If the student or the teacher is
-        float64, it is computed in float64.
-
-    Returns
-    -------
-    array
-        The divergence, 0-d, or for `reduction="none"` shaped as the logits without the class axis; the same bits on
-        every rank, for any number of ranks. It is 0 for equal logits, infinite if a class is masked by -inf in the
-        softmax after the bars alone, and `nan` for a row with a `nan`, a +inf or only -inf.
-
-    Raises
-    ------
-    TypeError, ValueError, CollectiveError
-        Those of `softmax_cross_entropy`, on every rank.
-
-    Notes
-    -----
-    Collective over `comm`: one Allgather of 56 bytes, and two Allreduces, of 80 and of 48 bytes a row. With
-    `batch_comm`, those of `softmax_cross_entropy` besides. All terms of the sums are positive and computed in float64
-    from the difference of the logits, so that a divergence of 1e-8 has as many digits as one of 1.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> student, teacher = np.log([[1.0, 3.0]]), np.zeros((1, 2))
-    >>> float(kl_divergence(student, teacher).round(6))  # log(2 / sqrt 3)
-    0.143841
-    >>> float(kl_divergence(student, student))
-    0.0
-    """
+    """Compute the divergence of plain shards; see `pce_mpi.kl_divergence`."""
     with standard_arithmetic():
         return divergence_of(prepare_divergence(_checked("kl_divergence", options), student, teacher))[0]
 
@@ -117,7 +67,7 @@ class DivergenceResiduals(PassResiduals):
     loss_shape: tuple[int, ...]
 
 
-@takes(ShardedDivergenceOptions, like=kl_divergence)
+@takes(ShardedDivergenceOptions)
 @tensors_for_tensors
 def kl_divergence_forward(
     student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]
@@ -127,7 +77,15 @@ def kl_divergence_forward(
     Parameters
     ----------
     student, teacher : array
-        Those of `kl_divergence`. They must not change until the last backward pass.
+        The logits of this rank's classes, of one shape; dtypes may differ. They must not change until the last backward
+        pass.
+    logit_scale : float, default 1.0
+        The factor of both logits, from 2**-64 to 2**64: 1 / T for a temperature T.
+    reduction : {"mean", "sum", "none"}, default "mean"
+        `"mean"` divides by the number of rows that count; if there are none it is `nan`.
+    compute_dtype : dtype, optional
+        Dtype of the divergence: float32, or float64 for float64 logits, unless given. If the student or the teacher is
+        float64, it is computed in float64.
 
     Returns
     -------
@@ -216,7 +174,7 @@ def kl_divergence_backward(
     return gradient if out is None else out
 
 
-@takes(ShardedDivergenceOptions, like=kl_divergence)
+@takes(ShardedDivergenceOptions, like=kl_divergence_forward)
 @tensors_for_tensors
 def kl_divergence_value_and_grad(
     student: Any, teacher: Any, *, out: Any = None, **options: Unpack[ShardedDivergenceOptions]

@@ -191,26 +191,7 @@ class LinearGradients(NamedTuple):
 def linear_class_statistics(
     hidden: Any, w: Any, targets: Any = None, **options: Unpack[LinearStatisticsOptions]
 ) -> ClassStatistics:
-    """Compute the class statistics of `hidden @ w + bias` without ever holding all logits.
-
-    The arguments, errors and notes are those of `linear_class_statistics_forward`, which gives residuals too.
-
-    Parameters
-    ----------
-    hidden, w, targets : array
-        Those of `linear_class_statistics_forward`.
-
-    Returns
-    -------
-    ClassStatistics
-        Those of `class_statistics` of the logits.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> linear_class_statistics(np.ones((1, 2)), np.zeros((2, 4))).entropy
-    array([1.38629436])
-    """
+    """Compute the statistics of plain arrays; see `pce_mpi.linear_class_statistics`."""
     checked = Options.of("linear_class_statistics", options, LinearStatisticsOptions)
     return statistics_of_product(checked, hidden, w, targets)[0]
 

@@ -392,8 +392,8 @@ def takes(known: type[Any], like: Callable[..., Any] | None = None) -> Callable[
             for name in known.__annotations__
         ]
         function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
-        if function.__doc__:
-            begin, title, rest = inspect.cleandoc(function.__doc__).partition("Parameters\n----------\n")
+        begin, title, rest = inspect.cleandoc(function.__doc__ or "").partition("Parameters\n----------\n")
+        if title:
             section, _, end = rest.partition("\n\n")
             texts = {**_TEXTS, **_entries(like.__doc__ or "" if like else "")}
             texts |= (own := _entries(section + "\n"))

@@ -76,39 +76,7 @@ class ClassStatistics(NamedTuple):
 @takes(StatisticsOptions)
 @tensors_for_tensors
 def class_statistics(logits: Any, targets: Any = None, **options: Unpack[StatisticsOptions]) -> ClassStatistics:
-    """Compute statistics of each row's softmax over the classes of all shards, without gathering a logit.
-
-    Parameters
-    ----------
-    logits : array
-        Those of `softmax_cross_entropy`.
-    targets : array of integers, optional
-        The class numbers of `softmax_cross_entropy`, or several a row, in place of the class axis, as `top_k` gives
-        them; only `log_prob` needs them. An `ignore_index` among several counts for nothing by itself.
-
-    Returns
-    -------
-    ClassStatistics
-        `max`, `sum_exp`, `logsumexp`, `log_prob`, `entropy` and `argmax` of each row; the same bits on every rank.
-
-    Raises
-    ------
-    ValueError
-        For probabilities as targets, a class twice in a support, and a target outside its support.
-    IndexError
-        For a target, or a class of a support, out of range. All other errors are those of `softmax_cross_entropy`.
-
-    Notes
-    -----
-    Collective over `comm`: one Allgather of 56 bytes, and one Allreduce of 80 bytes a row, 8 more with
-    targets. For several targets a row these 8 are missing, and one Allreduce of the bytes of their logits follows.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> class_statistics(np.log([[1.0, 3.0]])).entropy
-    array([0.56233514])
-    """
+    """Compute the statistics of plain shards; see `pce_mpi.class_statistics`."""
     with standard_arithmetic():
         return statistics_of(Options.of("class_statistics", options, StatisticsOptions), logits, targets)[0]
 

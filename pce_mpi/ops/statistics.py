@@ -117,8 +117,8 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
         `softmax_cross_entropy` takes them. Only these take `comm`, `class_start` and `num_classes`.
     targets : DistArray or array of integers, optional
         Class numbers, with the logits' shape without the class axis, or several a row, in place of the class axis, as
-        `top_k` gives them; only `log_prob` needs them. Beside a distributed array they are global, and placed as its
-        rows are.
+        `top_k` gives them; only `log_prob` needs them. An `ignore_index` among several counts for nothing by itself.
+        Beside a distributed array they are global, and placed as its rows are.
     support : (ids, offsets), optional
         The classes that the softmax is taken over: those of row r, counted in the order of the logits without the class
         axis, are `ids[offsets[r]:offsets[r + 1]]`, global numbers in any order, none twice. Plain arrays of integers,
