@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, Python": 25_044,
     "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_817,
+    "package, lines of docstrings": 8_614,
     "package, files of Python": 212,
     "tests, Python": 36_873,
 }

@@ -127,37 +127,11 @@ class Trace:
         ]
 
     def count(self, collective: str | None = None, **where: Any) -> int:
-        """Return the number of collectives that match.
-
-        Parameters
-        ----------
-        collective : str, optional
-            As for `select`.
-        **where
-            The other arguments of `select`.
-
-        Returns
-        -------
-        int
-            The number of events.
-        """
+        """Return the number of collectives that match; see `pce_mpi.Trace.select`."""
         return len(self.select(collective, **where))
 
     def bytes(self, collective: str | None = None, **where: Any) -> int:
-        """Return the number of bytes that this rank put into the collectives that match.
-
-        Parameters
-        ----------
-        collective : str, optional
-            As for `select`.
-        **where
-            The other arguments of `select`.
-
-        Returns
-        -------
-        int
-            The sum over the events.
-        """
+        """Return the bytes that this rank put into the collectives that match; see `pce_mpi.Trace.select`."""
         events = self.select(collective, **where)
         return sum(event.bytes for event in events)
 

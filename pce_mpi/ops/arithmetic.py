@@ -175,18 +175,7 @@ def add(x: Any, y: Any) -> DistArray:
 
 @operation
 def subtract(x: Any, y: Any) -> DistArray:
-    """Return x - y, elementwise.
-
-    Parameters
-    ----------
-    x, y : DistArray or array_like
-        The operands, as in `add`.
-
-    Returns
-    -------
-    DistArray
-        The difference; placement as in `add`.
-    """
+    """Return x - y, elementwise; see `pce_mpi.add`."""
     return apply(_SUBTRACT, x, y)
 
 
@@ -418,18 +407,7 @@ def maximum(x: Any, y: Any) -> DistArray:
 
 @operation
 def minimum(x: Any, y: Any) -> DistArray:
-    """Return the smaller of x and y, elementwise.
-
-    Parameters
-    ----------
-    x, y : DistArray or array_like
-        The operands, as in `add`.
-
-    Returns
-    -------
-    DistArray
-        The smaller element, or `nan` if either is; all else is as in `maximum`.
-    """
+    """Return the smaller of x and y, elementwise; see `pce_mpi.maximum`."""
     return apply(_MINIMUM, x, y)
 
 

@@ -107,35 +107,13 @@ def _astype_op(dtype: np.dtype[Any]) -> Op:
 
 @operation
 def negative(x: Any) -> DistArray:
-    """Return -x, elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The negated array, with the placements of `x`; a Partial "max" or "min" is reduced first.
-    """
+    """Return -x, elementwise, where a Partial "max" or "min" is reduced first; see `pce_mpi.exp`."""
     return apply(_NEGATIVE, x)
 
 
 @operation
 def square(x: Any) -> DistArray:
-    """Return x * x, elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The squares, in the dtype of `x`; placement as in `exp`.
-    """
+    """Return x * x, elementwise, in the dtype of `x`; see `pce_mpi.exp`."""
     return apply(_SQUARE, x)
 
 
@@ -177,103 +155,37 @@ def exp(x: Any) -> DistArray:
 
 @operation
 def log(x: Any) -> DistArray:
-    """Return the natural logarithm, elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The logarithms, -inf at 0 and `nan` below 0; dtype and placement as in `exp`.
-    """
+    """Return the natural logarithm, elementwise, -inf at 0 and `nan` below 0; see `pce_mpi.exp`."""
     return apply(_LOG, x)
 
 
 @operation
 def log1p(x: Any) -> DistArray:
-    """Return the natural logarithm of 1 + x, elementwise, with all bits for small x.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The logarithms, -inf at -1 and `nan` below -1; dtype and placement as in `exp`.
-    """
+    """Return log(1 + x), elementwise, with all bits for small x, -inf at -1 and `nan` below; see `pce_mpi.exp`."""
     return apply(_LOG1P, x)
 
 
 @operation
 def sin(x: Any) -> DistArray:
-    """Return the sine of angles in radians, elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The sines; dtype and placement as in `exp`.
-    """
+    """Return the sine of angles in radians, elementwise; see `pce_mpi.exp`."""
     return apply(_SIN, x)
 
 
 @operation
 def cos(x: Any) -> DistArray:
-    """Return the cosine of angles in radians, elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The cosines; dtype and placement as in `exp`.
-    """
+    """Return the cosine of angles in radians, elementwise; see `pce_mpi.exp`."""
     return apply(_COS, x)
 
 
 @operation
 def abs(x: Any) -> DistArray:
-    """Return the absolute value, elementwise, as Python's `abs` does.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The absolute values, in the dtype of `x`; the gradient at 0 is 0. Placement as in `exp`.
-    """
+    """Return |x|, elementwise, in the dtype of `x`, whose gradient at 0 is 0; see `pce_mpi.exp`."""
     return apply(_ABS, x)
 
 
 @operation
 def sqrt(x: Any) -> DistArray:
-    """Return the square root, elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The square roots, `nan` below 0; the gradient at 0 is `inf`. Dtype and placement as in `exp`.
-    """
+    """Return the square root, elementwise, `nan` below 0, whose gradient at 0 is `inf`; see `pce_mpi.exp`."""
     return apply(_SQRT, x)
 
 
@@ -393,52 +305,19 @@ _GELU = Op(
 
 @operation
 def tanh(x: Any) -> DistArray:
-    """Return the hyperbolic tangent, elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The hyperbolic tangents; dtype and placement as in `exp`.
-    """
+    """Return the hyperbolic tangent, elementwise; see `pce_mpi.exp`."""
     return apply(_TANH, x)
 
 
 @operation
 def sigmoid(x: Any) -> DistArray:
-    """Return 1 / (1 + exp(-x)), elementwise and without overflow.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The sigmoid, in the dtype of `x`, or float64 for integers; placement as in `exp`.
-    """
+    """Return 1 / (1 + exp(-x)), elementwise and without overflow, float64 for integers; see `pce_mpi.exp`."""
     return apply(_SIGMOID, _real(x))
 
 
 @operation
 def relu(x: Any) -> DistArray:
-    """Return max(x, 0), elementwise.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-
-    Returns
-    -------
-    DistArray
-        The positive part, in the dtype of `x`; the gradient at 0 is 0. Placement as in `exp`.
-    """
+    """Return max(x, 0), elementwise, in the dtype of `x`, whose gradient at 0 is 0; see `pce_mpi.exp`."""
     return apply(_RELU, x)
 
 

@@ -268,22 +268,7 @@ def max(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = 
 @operation
 @of_array
 def min(x: DistArray, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> DistArray:
-    """Return the smallest element over axes.
-
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-    axis : int or sequence of int, optional
-        The axis or axes to reduce; None means all.
-    keepdims : bool, optional
-        Keep the reduced axes, with length 1.
-
-    Returns
-    -------
-    DistArray
-        The smallest element, or `nan` if an element is; all else is as in `max`.
-    """
+    """Return the smallest element over axes; see `pce_mpi.max`."""
     return _of_some(_MIN, x, axis, keepdims)
 
 
@@ -484,28 +469,9 @@ def var(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, 
 @operation
 @of_array
 def std(x: DistArray, axis: int | Sequence[int] | None = None, ddof: float = 0, keepdims: bool = False) -> DistArray:
-    """Compute the standard deviation over axes of the global array: the square root of the variance.
+    """Compute the standard deviation over axes, rounded once; see `pce_mpi.var`.
 
-    Parameters
-    ----------
-    x : DistArray
-        The array.
-    axis : int or sequence of int, optional
-        The axis or axes to reduce; None means all.
-    ddof : float, default 0
-        That of `var`.
-    keepdims : bool, optional
-        Keep the reduced axes, with length 1.
-
-    Returns
-    -------
-    DistArray
-        The standard deviation, in the dtype and the placements of `var`, rounded once. If all elements are equal, the
-        result and the gradient are 0, as in PyTorch.
-
-    Notes
-    -----
-    Errors and communication are those of `var`.
+    If all elements are equal, the result and the gradient are 0, as in PyTorch.
     """
     return _in_dtype_of(x, apply(_ROOT, _var(x, axis, ddof, keepdims)))
 
