@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from pce_mpi.arrays import Array
-from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.classes import (
     ChosenResiduals,
@@ -144,8 +143,7 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     >>> softmax_cross_entropy(np.zeros((2, 4)), np.array([0, 3]))  # log 4
     array(1.38629436)
     """
-    with standard_arithmetic():
-        return forward(prepare(Options.of("softmax_cross_entropy", options, LossOptions), logits, targets))[0]
+    return forward(prepare(Options.of("softmax_cross_entropy", options, LossOptions), logits, targets))[0]
 
 
 @takes(LossOptions)
@@ -175,8 +173,7 @@ def softmax_cross_entropy_forward(logits: Any, targets: Any, **options: Unpack[L
     >>> softmax_cross_entropy_backward(1.0, residuals)
     array([[-0.5,  0.5]])
     """
-    with standard_arithmetic():
-        return forward(prepare(Options.of("softmax_cross_entropy_forward", options, LossOptions), logits, targets))
+    return forward(prepare(Options.of("softmax_cross_entropy_forward", options, LossOptions), logits, targets))
 
 
 @tensors_on_this_rank
@@ -220,10 +217,9 @@ def softmax_cross_entropy_backward(dloss: Any, residuals: Residuals, out: Any = 
     array([[-1.5,  1.5]])
     """
     Residuals.check(residuals)
-    with standard_arithmetic():
-        upstream = upstream_of(dloss, "dloss", residuals.loss_shape, residuals.problem)
-        gradient = residuals.gradient_for(out, residuals.problem.logits)
-        write_gradient(gradient, residuals, upstream)
+    upstream = upstream_of(dloss, "dloss", residuals.loss_shape, residuals.problem)
+    gradient = residuals.gradient_for(out, residuals.problem.logits)
+    write_gradient(gradient, residuals, upstream)
     return gradient if out is None else out
 
 
@@ -260,6 +256,5 @@ def softmax_cross_entropy_value_and_grad(
     array([[-0.5,  0.5]])
     """
     checked = Options.of("softmax_cross_entropy_value_and_grad", options, LossOptions, "out")
-    with standard_arithmetic():
-        loss, gradient = value_and_grad(prepare(checked, logits, targets, out=out, with_gradient=True))
+    loss, gradient = value_and_grad(prepare(checked, logits, targets, out=out, with_gradient=True))
     return loss, gradient if out is None else out

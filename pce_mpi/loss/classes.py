@@ -21,7 +21,7 @@ from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, check_on
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.kernels import converted, kernel_of, standard_arithmetic
+from pce_mpi.kernels import converted, kernel_of
 from pce_mpi.kernels.classes import order
 from pce_mpi.kernels.interface import NO_CLASS
 from pce_mpi.loss.agreement import agree_on
@@ -121,7 +121,7 @@ def take_classes_backward(dchosen: Any, residuals: ChosenResiduals) -> Array:
     """
     ChosenResiduals.check(residuals)
     problem = residuals.problem
-    with standard_arithmetic(), np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):
         upstream = upstream_of_several(dchosen, "dchosen", problem)
         gradient = residuals.gradient_for(None, problem.logits)
         kernel, axis, dtype = problem.kernel, problem.options.axis, gradient.dtype
@@ -141,9 +141,8 @@ def chosen_logits(options: Options, logits: Any, ids: Any) -> tuple[Array, Chose
             problem.valid, problem.highest_target = np.ones(problem.valid.shape, np.bool_), LARGEST
         return problem
 
-    with standard_arithmetic():
-        problem = agree_on(options, check_arguments)
-        found = in_shape(all_logits(problem, columns_of(problem)), problem)
+    problem = agree_on(options, check_arguments)
+    found = in_shape(all_logits(problem, columns_of(problem)), problem)
     return found, ChosenResiduals(problem)
 
 
@@ -221,8 +220,7 @@ def upstream_of_several(value: Any, name: str, problem: Problem) -> Array:
 @tensors_for_tensors
 def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[Array, Array]:
     """Find the k largest logits of plain shards; see `pce_mpi.top_k`."""
-    with standard_arithmetic():
-        return largest(Options.of("top_k", options, ShardedAxisOptions), logits, k)
+    return largest(Options.of("top_k", options, ShardedAxisOptions), logits, k)
 
 
 @takes(ShardedAxisOptions)
@@ -230,8 +228,7 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
 def argmax(logits: Any, **options: Unpack[ShardedAxisOptions]) -> Array:
     """Find the classes of the largest logits of plain shards; see `pce_mpi.argmax`."""
     checked = Options.of("argmax", options, ShardedAxisOptions)
-    with standard_arithmetic():
-        classes = largest(checked, logits, 1)[1]
+    classes = largest(checked, logits, 1)[1]
     return classes.squeeze(operator.index(checked.axis))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from pce_mpi.arrays import Array, HostArray, as_array, is_true, name_of, to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
-from pce_mpi.kernels import converted, host_kernel, standard_arithmetic
+from pce_mpi.kernels import converted, host_kernel
 from pce_mpi.kernels.divergence import mean_of
 from pce_mpi.kernels.interface import SINGLE, GradientOf, Pair, StateFields
 from pce_mpi.loss.agreement import agree_on
@@ -29,8 +29,7 @@ from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 @tensors_for_tensors
 def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenceOptions]) -> Array:
     """Compute the divergence of plain shards; see `pce_mpi.kl_divergence`."""
-    with standard_arithmetic():
-        return divergence_of(prepare_divergence(_checked("kl_divergence", options), student, teacher))[0]
+    return divergence_of(prepare_divergence(_checked("kl_divergence", options), student, teacher))[0]
 
 
 @dataclass(eq=False, repr=False)
@@ -105,8 +104,7 @@ def kl_divergence_forward(
     >>> kl_divergence_backward(1.0, residuals).round(6)
     array([[-0.25,  0.25]])
     """
-    with standard_arithmetic():
-        return divergence_of(prepare_divergence(_checked("kl_divergence_forward", options), student, teacher))
+    return divergence_of(prepare_divergence(_checked("kl_divergence_forward", options), student, teacher))
 
 
 @tensors_on_this_rank
@@ -167,10 +165,9 @@ def kl_divergence_backward(
     if not isinstance(of, str) or of not in ("student", "teacher"):
         raise ValueError(f"of must be 'student' or 'teacher', got {of!r}")
     problem = residuals.problem
-    with standard_arithmetic():
-        upstream = upstream_of(dloss, "dloss", residuals.loss_shape, problem)
-        gradient = residuals.gradient_for(out, problem.logits if of == "student" else problem.beside[0])
-        _write_gradient(gradient, residuals, upstream, of == "student")
+    upstream = upstream_of(dloss, "dloss", residuals.loss_shape, problem)
+    gradient = residuals.gradient_for(out, problem.logits if of == "student" else problem.beside[0])
+    _write_gradient(gradient, residuals, upstream, of == "student")
     return gradient if out is None else out
 
 
@@ -208,10 +205,9 @@ def kl_divergence_value_and_grad(
     array([[-0.25,  0.25]])
     """
     checked = _checked("kl_divergence_value_and_grad", options, "out")
-    with standard_arithmetic():
-        problem = prepare_divergence(checked, student, teacher, out=out, with_gradient=True)
-        divergence, residuals = divergence_of(problem)
-        _write_gradient(problem.out, residuals, np.ones(1), True)
+    problem = prepare_divergence(checked, student, teacher, out=out, with_gradient=True)
+    divergence, residuals = divergence_of(problem)
+    _write_gradient(problem.out, residuals, np.ones(1), True)
     return divergence, problem.out if out is None else out
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, is_true, to_host
 from pce_mpi.comm.agreement import agree, local_checks
-from pce_mpi.kernels import converted, sets_arithmetic, standard_arithmetic
+from pce_mpi.kernels import converted, sets_arithmetic
 from pce_mpi.kernels.interface import RowSoftmax
 from pce_mpi.loss.chunks import Gradients, Product, agree_on_product
 from pce_mpi.loss.options import LinearOptions, LinearStatisticsOptions, Options, takes
@@ -148,22 +148,21 @@ def loss_and_sums(
     options: Options, hidden: Any, w: Any, targets: Any, with_gradients: bool = True
 ) -> tuple[Array, RowSums]:
     """Return the loss, and the gradients of the sum of the rows' losses."""
-    with standard_arithmetic():
-        problem, product = agree_on_product(options, hidden, w, targets, needs_targets=True, with_gradients=True)
-        xp, fields, one = problem.xp, loss_fields(problem), np.ones(1)
-        losses = xp.empty((2, len(product.hidden)))
-        for rows, part, softmax in product.parts_of(problem, fields):
-            losses[:, rows] = row_losses(part, softmax, fields)
-            if with_gradients:
-                write_gradient(part.logits, Residuals(part, softmax, one, ()), one)
-                vectors = product.hidden[rows]
-                if not problem.all_valid:  # 0 times nan is nan
-                    vectors = vectors.copy()
-                    vectors[xp.asarray(~part.valid)] = 0
-                product.add_gradients(vectors, rows, part)
-        loss, divisor = reduced(problem, losses)
-        with np.errstate(all="ignore"):
-            factor = 1.0 / xp.asarray(divisor)
+    problem, product = agree_on_product(options, hidden, w, targets, needs_targets=True, with_gradients=True)
+    xp, fields, one = problem.xp, loss_fields(problem), np.ones(1)
+    losses = xp.empty((2, len(product.hidden)))
+    for rows, part, softmax in product.parts_of(problem, fields):
+        losses[:, rows] = row_losses(part, softmax, fields)
+        if with_gradients:
+            write_gradient(part.logits, Residuals(part, softmax, one, ()), one)
+            vectors = product.hidden[rows]
+            if not problem.all_valid:  # 0 times nan is nan
+                vectors = vectors.copy()
+                vectors[xp.asarray(~part.valid)] = 0
+            product.add_gradients(vectors, rows, part)
+    loss, divisor = reduced(problem, losses)
+    with np.errstate(all="ignore"):
+        factor = 1.0 / xp.asarray(divisor)
     assert product.gradients is not None
     return loss, RowSums(product.gradients, factor, ~problem.valid)
 
@@ -336,14 +335,13 @@ def statistics_of_product(
     options: Options, hidden: Any, w: Any, targets: Any
 ) -> tuple[ClassStatistics, LinearStatisticsResiduals]:
     """Return the statistics and the residuals; collective over the communicators of `options`."""
-    with standard_arithmetic():
-        problem, product = agree_on_product(options, hidden, w, targets, needs_targets=False, with_gradients=False)
-        xp, dtype, count = problem.xp, problem.options.compute_dtype, len(product.hidden)
-        numbers, argmax = xp.empty((5, count), dtype), xp.empty(count, np.int64)
-        softmax: list[RowSoftmax] = []
-        for rows, part, merged in product.parts_of(problem, statistics_fields(problem.targets is not None)):
-            numbers[:, rows], argmax[rows] = problem.kernel.row_statistics(merged.columns, part.counted, dtype)
-            softmax.append(merged)
+    problem, product = agree_on_product(options, hidden, w, targets, needs_targets=False, with_gradients=False)
+    xp, dtype, count = problem.xp, problem.options.compute_dtype, len(product.hidden)
+    numbers, argmax = xp.empty((5, count), dtype), xp.empty(count, np.int64)
+    softmax: list[RowSoftmax] = []
+    for rows, part, merged in product.parts_of(problem, statistics_fields(problem.targets is not None)):
+        numbers[:, rows], argmax[rows] = problem.kernel.row_statistics(merged.columns, part.counted, dtype)
+        softmax.append(merged)
     product.logits = ()  # residuals keep none
     return named_statistics(problem, numbers, argmax), LinearStatisticsResiduals(problem, product, softmax)
 
@@ -352,8 +350,7 @@ def prepared(residuals: LinearStatisticsResiduals, given: Mapping[str, Any]) -> 
     """Return the operands with room for gradients, and the upstream gradients, checked on this rank."""
     if not sets_arithmetic:
         check_floating_point()
-    with standard_arithmetic():
-        upstream = upstream_of_statistics(residuals.problem, **given)
+    upstream = upstream_of_statistics(residuals.problem, **given)
     product = replace(residuals.product)
     product.make_room(1, with_gradients=True)
     return product, upstream
@@ -362,16 +359,15 @@ def prepared(residuals: LinearStatisticsResiduals, given: Mapping[str, Any]) -> 
 def gradients_of(residuals: LinearStatisticsResiduals, product: Product, upstream: Mapping[str, Array]) -> Gradients:
     """Return the gradients of the operands from what `prepared` gives; communicates nothing."""
     fields = statistics_fields(residuals.problem.targets is not None)
-    with standard_arithmetic():
-        for rows, softmax in zip(product.rows(), residuals.softmax, strict=True):
-            part = product.part_of(residuals.problem, rows)
-            of_rows = {name: each if each.size == 1 else each[rows] for name, each in upstream.items()}
-            write_statistics_gradient(part.logits, part, softmax, fields, of_rows)
-            vectors = product.hidden[rows]
-            if not residuals.problem.all_valid:  # 0 times nan is nan
-                xp, vectors = part.xp, vectors.copy()
-                others = (xp.asarray(of_rows["entropy"]) != 0.0) | (xp.asarray(of_rows["logsumexp"]) != 0.0)
-                vectors[xp.asarray(~part.valid) & ~others] = 0
-            product.add_gradients(vectors, rows, part)
+    for rows, softmax in zip(product.rows(), residuals.softmax, strict=True):
+        part = product.part_of(residuals.problem, rows)
+        of_rows = {name: each if each.size == 1 else each[rows] for name, each in upstream.items()}
+        write_statistics_gradient(part.logits, part, softmax, fields, of_rows)
+        vectors = product.hidden[rows]
+        if not residuals.problem.all_valid:  # 0 times nan is nan
+            xp, vectors = part.xp, vectors.copy()
+            others = (xp.asarray(of_rows["entropy"]) != 0.0) | (xp.asarray(of_rows["logsumexp"]) != 0.0)
+            vectors[xp.asarray(~part.valid) & ~others] = 0
+        product.add_gradients(vectors, rows, part)
     assert product.gradients is not None
     return product.gradients

@@ -22,7 +22,7 @@ import numpy as np
 
 from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, cupy_of, is_true
 from pce_mpi.hollow import Hollow
-from pce_mpi.kernels import converted, standard_arithmetic
+from pce_mpi.kernels import converted
 from pce_mpi.kernels.classes import bits_of, nought_of
 from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields
 from pce_mpi.loss.agreement import agree_on
@@ -77,8 +77,7 @@ class ClassStatistics(NamedTuple):
 @tensors_for_tensors
 def class_statistics(logits: Any, targets: Any = None, **options: Unpack[StatisticsOptions]) -> ClassStatistics:
     """Compute the statistics of plain shards; see `pce_mpi.class_statistics`."""
-    with standard_arithmetic():
-        return statistics_of(Options.of("class_statistics", options, StatisticsOptions), logits, targets)[0]
+    return statistics_of(Options.of("class_statistics", options, StatisticsOptions), logits, targets)[0]
 
 
 @dataclass(eq=False, repr=False)
@@ -140,8 +139,7 @@ def class_statistics_forward(
     >>> class_statistics_backward(residuals, log_prob=1.0)
     array([[ 0.5, -0.5]])
     """
-    with standard_arithmetic():
-        return statistics_of(Options.of("class_statistics_forward", options, StatisticsOptions), logits, targets)
+    return statistics_of(Options.of("class_statistics_forward", options, StatisticsOptions), logits, targets)
 
 
 @tensors_on_this_rank
@@ -189,17 +187,16 @@ def class_statistics_backward(
     """
     StatisticsResiduals.check(residuals)
     problem, inner, members = residuals.problem, residuals.inner, residuals.members
-    with standard_arithmetic():
-        upstream = upstream_of_statistics(problem, log_prob, entropy, logsumexp)
-        gradient = residuals.gradient_for(out, problem.logits)
-        # That of a support is written to its own array first, as `out` may be the logits.
-        written = gradient if members is None else problem.xp.empty(inner.logits.shape, gradient.dtype)
-        fields = statistics_fields(inner.targets is not None)
-        write = write_statistics_gradient if residuals.several is None else residuals.several.write_gradient
-        write(written, inner, residuals.softmax, fields, upstream)
-        if members is not None:
-            bits_of(gradient)[...] = 0
-            problem.kernel.put(gradient, problem.options.axis, members.columns, written)
+    upstream = upstream_of_statistics(problem, log_prob, entropy, logsumexp)
+    gradient = residuals.gradient_for(out, problem.logits)
+    # That of a support is written to its own array first, as `out` may be the logits.
+    written = gradient if members is None else problem.xp.empty(inner.logits.shape, gradient.dtype)
+    fields = statistics_fields(inner.targets is not None)
+    write = write_statistics_gradient if residuals.several is None else residuals.several.write_gradient
+    write(written, inner, residuals.softmax, fields, upstream)
+    if members is not None:
+        bits_of(gradient)[...] = 0
+        problem.kernel.put(gradient, problem.options.axis, members.columns, written)
     return gradient if out is None else out
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from pce_mpi.comm.communicators import give_up
 from pce_mpi.comm.doors import door, tell_from_here
 from pce_mpi.comm.program import program
+from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.dtensors import Layout, call_on_mesh, groups_of, is_distributed
 from pce_mpi.loss.options import Function
 from pce_mpi.loss.passes import MadeResiduals
@@ -24,8 +25,8 @@ from pce_mpi.loss.passes import MadeResiduals
 def tensors_for_tensors(function: Function) -> Function:
     """Make the results of a function tensors of torch if all arrays among its arguments are, those of residuals too.
 
-    The other ranks hear of its errors. A call that is left in the middle, by Ctrl-C, leaves its communicators marked as
-    unusable.
+    It computes in the standard arithmetic. The other ranks hear of its errors. A call that is left in the middle, by
+    Ctrl-C, leaves its communicators marked as unusable.
     """
     name, is_backward = function.__name__, function.__name__.endswith("_backward")
 
@@ -37,9 +38,10 @@ def tensors_for_tensors(function: Function) -> Function:
             program.count += 1
             program.name = name
         try:
-            if "torch" in sys.modules:
-                return _called(function, arguments, options)
-            return function(*arguments, **options)
+            with standard_arithmetic():
+                if "torch" in sys.modules:
+                    return _called(function, arguments, options)
+                return function(*arguments, **options)
         except Exception as error:
             if communicates:
                 tell_from_here(error)
@@ -58,9 +60,10 @@ def tensors_on_this_rank(function: Function) -> Function:
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        if "torch" in sys.modules:
-            return _called(function, arguments, options)
-        return function(*arguments, **options)
+        with standard_arithmetic():
+            if "torch" in sys.modules:
+                return _called(function, arguments, options)
+            return function(*arguments, **options)
 
     return call  # type: ignore[return-value]  # as above
 

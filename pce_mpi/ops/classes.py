@@ -311,18 +311,15 @@ def nucleus(
     """
     limits, own = Limits(top_k, top_p, min_p), (*Limits._fields, "logit_scale")
     if not isinstance(logits, DistArray):
-        with standard_arithmetic():
-            given = replace(Options.of("nucleus", options, ShardedAxisOptions, *own), logit_scale=logit_scale)
-            return nucleus_of(given, logits, limits)
+        given = replace(Options.of("nucleus", options, ShardedAxisOptions, *own), logit_scale=logit_scale)
+        return nucleus_of(given, logits, limits)
     axis = normalized_axis(Options.of("nucleus", options, AxisOptions, *own).axis, logits.ndim)
     with cause("nucleus", reason="the logits are reduced"):
         x = redistribute(logits.detach(), logits.sharding.natural)
     sharding, mesh = x.sharding, x.mesh
     rows = [each for each in range(x.ndim) if each != axis]
     checked = sharded_options(mesh, [sharding], "nucleus", [axis], rows, axis=axis, logit_scale=logit_scale)
-    with standard_arithmetic():
-        found = nucleus_of(checked, x.local, limits)
-    ids, offsets, mass, log_mass = map(to_host, found)
+    ids, offsets, mass, log_mass = map(to_host, nucleus_of(checked, x.local, limits))
     mine = sharding.slices(mesh.coordinates)
     mine, shape = mine[:axis] + mine[axis + 1 :], x.shape[:axis] + x.shape[axis + 1 :]
     counts, sets, row_dims = np.diff(offsets), np.zeros((3, *shape)), sharding.dims_along(rows)

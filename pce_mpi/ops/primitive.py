@@ -202,7 +202,8 @@ def op_of(primitive: Primitive, names: tuple[str, ...]) -> Op:
             x = operands[index]
             upstream = [each.local for each in g] if isinstance(g, tuple) else g.local
             sharding = x.sharding if whole else x.sharding.with_partial_over(_dims_beside(x, operands))
-            return DistArray(gradient(upstream, residuals), x.mesh, sharding)
+            with standard_arithmetic():
+                return DistArray(gradient(upstream, residuals), x.mesh, sharding)
 
         return vjp
 
