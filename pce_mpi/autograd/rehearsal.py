@@ -15,7 +15,7 @@ from pce_mpi.comm.rehearsed import Link, Rehearsal
 from pce_mpi.comm.tracing import Event, trace, untraced
 from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.distributed.placements import Placement, checked_dims
+from pce_mpi.distributed.placements import Placement, Placements, checked_dims
 from pce_mpi.distributed.sharding import Coordinates, Sharding, balanced_splits
 from pce_mpi.hollow import hollow, keeping
 from pce_mpi.validation import integers, real
@@ -48,7 +48,7 @@ class Inference:
 def infer_placements(
     name: str,
     shapes: Sequence[Sequence[int]],
-    placements: Sequence[Mapping[str, Placement]],
+    placements: Sequence[Placements],
     *,
     mesh: Mesh | Mapping[str, int],
     dtypes: Any = np.float32,

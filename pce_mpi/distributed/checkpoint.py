@@ -23,7 +23,7 @@ from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray, redistribute
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.distributed.placements import Placement, Replicate
+from pce_mpi.distributed.placements import Placements, Replicate
 from pce_mpi.distributed.sharding import Sharding
 from pce_mpi.distributed.tensor_files import (
     CODES,
@@ -245,7 +245,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
 def load(
     path: str | os.PathLike[str],
     mesh: Mesh,
-    placements: Mapping[str, Mapping[str, Placement] | DistArray] | None = None,
+    placements: Mapping[str, Placements | DistArray] | None = None,
     requires_grad: bool = False,
 ) -> dict[str, DistArray]:
     """Read the arrays of a safetensors file as distributed arrays.
@@ -423,7 +423,7 @@ def _is_first(sharding: Sharding, where: Mapping[str, int]) -> bool:
 
 
 def _laid_out(
-    file: TensorFile, path: Any, mesh: Mesh, placements: Mapping[str, Mapping[str, Placement] | DistArray] | None
+    file: TensorFile, path: Any, mesh: Mesh, placements: Mapping[str, Placements | DistArray] | None
 ) -> Iterator[tuple[str, Sharding]]:
     """Yield name and sharding of each array of `file` that is loaded, in the order of the file."""
     if placements is None:
@@ -443,7 +443,7 @@ def _laid_out(
             raise type(error)(f"placements[{shown(name)}]: {error}") from error
 
 
-def _wanted(placements: Mapping[str, Placement] | DistArray, mesh: Mesh, shape: tuple[int, ...], path: Any) -> Sharding:
+def _wanted(placements: Placements | DistArray, mesh: Mesh, shape: tuple[int, ...], path: Any) -> Sharding:
     """Return the sharding of a stored array of `shape` with these placements, or with those of a distributed array."""
     if isinstance(placements, DistArray):
         if placements.mesh is not mesh:

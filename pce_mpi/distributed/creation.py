@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import json
 import math
 from typing import Any
@@ -17,7 +17,7 @@ from pce_mpi.comm.errors import text_by_rank
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh, check_mesh
-from pce_mpi.distributed.placements import Placement
+from pce_mpi.distributed.placements import Placement, Placements
 from pce_mpi.distributed.redistribution import checked_dtype, run_step
 from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.exact import philox
@@ -162,7 +162,7 @@ def _drawn(
     dtype: Any,
     requires_grad: bool,
     xp: Any,
-    placements: Mapping[str, Placement],
+    placements: Placements,
 ) -> DistArray:
     """Return `offset + factor * draw(index)`; `said` has the operation with the shape, the seed and the numbers."""
     operation = next(iter(said))
@@ -282,9 +282,7 @@ def distribute(
     return DistArray(owned(local, taken), mesh, destination, requires_grad=requires_grad)
 
 
-def _sent_from(
-    array: Any, mesh: Mesh, src_rank: int, requires_grad: bool, placements: Mapping[str, Placement]
-) -> DistArray:
+def _sent_from(array: Any, mesh: Mesh, src_rank: int, requires_grad: bool, placements: Placements) -> DistArray:
     comm, over = mesh.along(mesh.dims)
     said = ""
     taken: Array = None
@@ -395,9 +393,7 @@ def from_local(
     return DistArray(owned(taken, taken) if requires_grad else taken, mesh, destination, requires_grad=requires_grad)
 
 
-def _balanced(
-    here: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Placement], given: tuple[int, ...] | None
-) -> Sharding:
+def _balanced(here: tuple[int, ...], mesh: Mesh, placements: Placements, given: tuple[int, ...] | None) -> Sharding:
     """Return the sharding of balanced shards in which this rank holds an array of shape `here`.
 
     Without other ranks their shards are not known.
@@ -414,7 +410,7 @@ def _balanced(
 
 
 def _assembled(
-    shapes: list[tuple[int, ...]], mesh: Mesh, placements: Mapping[str, Placement], given: tuple[int, ...] | None
+    shapes: list[tuple[int, ...]], mesh: Mesh, placements: Placements, given: tuple[int, ...] | None
 ) -> Sharding:
     """Return the sharding in which rank r holds an array of `shapes[r]`, or raise the same error on every rank."""
     # The dims that shard an axis do not depend on its length.

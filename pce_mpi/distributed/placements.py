@@ -65,6 +65,7 @@ class Partial:
 
 
 Placement = Shard | Replicate | Partial
+Placements = Mapping[str, Placement]
 
 
 def shard_range(length: int, parts: int, index: int) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from pce_mpi.arrays import REAL, Array, array_namespace, is_floating, is_real
 from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.tracing import cause, current_cause
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
-from pce_mpi.distributed.placements import Partial, Placement
+from pce_mpi.distributed.placements import Partial, Placements
 from pce_mpi.distributed.sharding import Coordinates, Step, within
 from pce_mpi.exact.arithmetic import current
 
@@ -86,7 +85,7 @@ def _overlap(a: tuple[slice, ...], b: tuple[slice, ...]) -> tuple[slice, ...]:
     return tuple(slice(start, max(start, stop)) for start, stop in zip(starts, stops, strict=True))
 
 
-def checked_dtype(array: Array, placements: Mapping[str, Placement], requires_grad: bool) -> Array:
+def checked_dtype(array: Array, placements: Placements, requires_grad: bool) -> Array:
     """Return `array`; raise `TypeError` if its dtype has no meaning for these placements."""
     dtype = array.dtype
     if not is_real(dtype):

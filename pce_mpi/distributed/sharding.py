@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Literal
 from weakref import WeakValueDictionary
 
-from pce_mpi.distributed.placements import Partial, Placement, Replicate, Shard, shard_range
+from pce_mpi.distributed.placements import Partial, Placement, Placements, Replicate, Shard, shard_range
 
 Dims = tuple[tuple[str, int], ...]
 Coordinates = Mapping[str, int]
@@ -48,10 +48,7 @@ class Sharding:
 
     @staticmethod
     def of(
-        dims: Dims,
-        shape: tuple[int, ...],
-        placements: Mapping[str, Placement],
-        splits: Mapping[int, Splits] | None = None,
+        dims: Dims, shape: tuple[int, ...], placements: Placements, splits: Mapping[int, Splits] | None = None
     ) -> Sharding:
         """Make a sharding; dims that are not named are Replicate, axes without `splits` get balanced blocks.
 
@@ -77,7 +74,7 @@ class Sharding:
         return Sharding, (self.dims, self.shape, self.placements, self.splits)
 
     @cached_property
-    def by_dim(self) -> Mapping[str, Placement]:
+    def by_dim(self) -> Placements:
         """The placement of each dim."""
         return MappingProxyType(dict(zip((name for name, _ in self.dims), self.placements, strict=True)))
 
@@ -147,7 +144,7 @@ class Sharding:
     def _local_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
         return {}
 
-    def with_placements(self, placements: Mapping[str, Placement]) -> Sharding:
+    def with_placements(self, placements: Placements) -> Sharding:
         """Change the placements of named dims; an axis that one of them sharded, or now shards, has balanced blocks."""
         after = Sharding.of(self.dims, self.shape, {**self.by_dim, **placements})
         kept = {
@@ -195,9 +192,7 @@ class Sharding:
         """The whole array on every rank."""
         return Sharding.of(self.dims, self.shape, {})
 
-    def replacing(
-        self, placements: Mapping[str, Placement], splits: Mapping[int, Splits | None] | None = None
-    ) -> Sharding:
+    def replacing(self, placements: Placements, splits: Mapping[int, Splits | None] | None = None) -> Sharding:
         """Change the placements of named dims and the split points of axes; the caller knows that they fit."""
         changed = {**dict(enumerate(self.splits)), **(splits or {})}
         return Sharding(self.dims, self.shape, tuple({**self.by_dim, **placements}.values()), tuple(changed.values()))

@@ -32,6 +32,8 @@ _BLOCK_OF_DEVICE = 2**24
 
 # A mapping has them by name, as `shard_parameters` returns them; they count in the order of their names.
 Parameters = Iterable[DistArray] | Mapping[str, DistArray]
+Options = Mapping[str, Any]
+Groups = Parameters | Iterable[Options]
 
 
 def listed(parameters: Any) -> list[DistArray]:
@@ -157,7 +159,7 @@ class Optimizer(ABC):
     def __init_subclass__(cls) -> None:
         telling_methods(cls)
 
-    def __init__(self, parameters: Parameters | Iterable[Mapping[str, Any]], **defaults: Any) -> None:
+    def __init__(self, parameters: Groups, **defaults: Any) -> None:
         groups = in_groups(parameters)
         self.parameters: list[DistArray] = [parameter for group in groups for parameter in group["params"]]
         check_parameters(self.parameters)
@@ -177,22 +179,16 @@ class Optimizer(ABC):
         _keep_freed_memory()
 
     @abstractmethod
-    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked(self, options: Options) -> dict[str, Any]:
         """Return the options of a step, checked, in a form that ranks can compare."""
 
     @abstractmethod
-    def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def _buffer_names(self, options: Options) -> tuple[str, ...]:
         """Return the names of the buffers of each parameter."""
 
     @abstractmethod
     def _update(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        value: Array,
-        d: Array,
-        buffers: dict[str, Array],
-        scratch: list[Array],
+        self, options: Options, step: int, value: Array, d: Array, buffers: dict[str, Array], scratch: list[Array]
     ) -> None:
         """Update a block of a parameter, `value`, in place from its gradient `d`, which is kept; `step` counts from 1.
 
@@ -276,9 +272,7 @@ class Optimizer(ABC):
                 self._steps[index] += 1
                 self._update_blocks(index, options[self._group_of[index]], local, parameter.grad.local, room)
 
-    def _update_blocks(
-        self, index: int, options: Mapping[str, Any], parameter: Array, gradient: Array, room: Array
-    ) -> None:
+    def _update_blocks(self, index: int, options: Options, parameter: Array, gradient: Array, room: Array) -> None:
         """Update one parameter, block by block, so that memory is read once."""
         buffers = self._buffers[index]
         for name in self._buffer_names(options):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from pce_mpi.arrays import Array, array_namespace
-from pce_mpi.optim.optimizer import Optimizer, Parameters, not_negative, option
+from pce_mpi.optim.optimizer import Groups, Optimizer, Options, not_negative, option
 
 
 class SGD(Optimizer):
@@ -68,34 +68,23 @@ class SGD(Optimizer):
     nesterov = option("nesterov", "True if the next step takes Nesterov's momentum")
 
     def __init__(
-        self,
-        parameters: Parameters | Iterable[Mapping[str, Any]],
-        lr: float,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        weight_decay: float = 0.0,
+        self, parameters: Groups, lr: float, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
     ) -> None:
         super().__init__(parameters, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay)
 
-    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked(self, options: Options) -> dict[str, Any]:
         found: dict[str, Any] = {name: not_negative(options[name], name) for name in ("lr", "momentum", "weight_decay")}
         found["nesterov"] = bool(options["nesterov"])
         if found["nesterov"] and not found["momentum"]:
             raise ValueError("nesterov needs a momentum that is not 0")
         return found
 
-    def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def _buffer_names(self, options: Options) -> tuple[str, ...]:
         """Return the names of the buffers of each parameter: b, if there is a momentum."""
         return ("momentum",) if options["momentum"] else ()
 
     def _update(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        value: Array,
-        d: Array,
-        buffers: dict[str, Array],
-        scratch: list[Array],
+        self, options: Options, step: int, value: Array, d: Array, buffers: dict[str, Array], scratch: list[Array]
     ) -> None:
         """Update a block of a parameter in place."""
         xp, (s, t), momentum = array_namespace(value), scratch, options["momentum"]
@@ -167,7 +156,7 @@ class AdamW(Optimizer):
 
     def __init__(
         self,
-        parameters: Parameters | Iterable[Mapping[str, Any]],
+        parameters: Groups,
         lr: float = 1e-3,
         betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -175,7 +164,7 @@ class AdamW(Optimizer):
     ) -> None:
         super().__init__(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
-    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked(self, options: Options) -> dict[str, Any]:
         found: dict[str, Any] = {name: not_negative(options[name], name) for name in ("lr", "eps", "weight_decay")}
         betas = options["betas"]
         if not isinstance(betas, Sequence) or len(betas) != 2:
@@ -185,18 +174,12 @@ class AdamW(Optimizer):
             raise ValueError(f"betas must be below 1, got {found['betas']}")
         return found
 
-    def _buffer_names(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def _buffer_names(self, options: Options) -> tuple[str, ...]:
         """Return the names of the buffers of each parameter, m and v."""
         return "exp_avg", "exp_avg_sq"
 
     def _update(
-        self,
-        options: Mapping[str, Any],
-        step: int,
-        value: Array,
-        d: Array,
-        buffers: dict[str, Array],
-        scratch: list[Array],
+        self, options: Options, step: int, value: Array, d: Array, buffers: dict[str, Array], scratch: list[Array]
     ) -> None:
         """Update a block of a parameter in place."""
         xp, (s, t), (beta1, beta2), lr = array_namespace(value), scratch, options["betas"], options["lr"]
