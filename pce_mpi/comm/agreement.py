@@ -116,10 +116,8 @@ def agree_on_call(
     messages = 1 if type(channel) is FakeComm else channel.size  # that of this rank stands for all of them
     headers = np.empty((messages, 1 + FACTS), np.int64)
     why = cause(operation, over, "every rank makes the same call and its checks passed")
-    gather, waiting_in = channel.comm.Iallgather, f"{operation}: agreement"
-    channel.run(
-        why, "all_gather", header.nbytes, gather, header, headers, purpose=Purpose.AGREEMENT, waiting_in=waiting_in
-    )
+    gather, purpose = channel.comm.Iallgather, Purpose.AGREEMENT
+    channel.run(why, "all_gather", header.nbytes, gather, header, headers, purpose=purpose)
     # Lists of so few numbers are compared three times as fast as arrays.
     calls, *said = zip(*headers.tolist(), strict=True)
     if calls != (checksum,) * messages:

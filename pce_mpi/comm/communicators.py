@@ -37,7 +37,7 @@ from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators
 from pce_mpi.comm.program import program
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group
-from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
+from pce_mpi.comm.tracing import Purpose, Start, cause, open_traces, record
 from pce_mpi.hollow import open_ledger
 
 if TYPE_CHECKING:
@@ -82,14 +82,7 @@ class Channel:
             drop(self._number, self.comm, self.board)
 
     def run(
-        self,
-        why: cause,
-        collective: str,
-        size: int,
-        start: Callable[..., MPI.Request],
-        *arguments: object,
-        purpose: Purpose = Purpose.PAYLOAD,
-        waiting_in: str = "",
+        self, why: cause, collective: str, size: int, start: Start, *arguments: Any, purpose: Purpose = Purpose.PAYLOAD
     ) -> None:
         """Record a collective of `size` bytes from this rank, start it and wait for it."""
         if open_traces():
@@ -98,11 +91,10 @@ class Channel:
         request = start(*arguments)  # which may find that there is no memory
         self.board.position += 1
         self.board.marks, self.board.thread = (self.board.marks[1], program.count), program.thread
-        self.wait(request, waiting_in or why.operation, *arguments)
+        where = f"{why.operation}: agreement" if purpose is Purpose.AGREEMENT else why.operation
+        self.wait(request, where, *arguments)
 
-    def start(
-        self, why: cause, collective: str, size: int, start: Callable[..., MPI.Request], *arguments: object
-    ) -> Pending:
+    def start(self, why: cause, collective: str, size: int, start: Start, *arguments: object) -> Pending:
         """Record a collective of `size` bytes from this rank and start it."""
         if open_traces():
             record(why, collective, Purpose.PAYLOAD, ranks=self.size, bytes=size)

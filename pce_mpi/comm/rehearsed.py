@@ -5,13 +5,13 @@ The trace says what each part of a program sends, what a rank keeps, and how lon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import math
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from pce_mpi.comm.tracing import Event, Purpose, Trace, aligned, cause, open_traces, record
+from pce_mpi.comm.tracing import Event, Purpose, Start, Trace, aligned, cause, open_traces, record
 
 
 class Link(NamedTuple):
@@ -120,14 +120,7 @@ class FakeComm:
         raise AttributeError(f"a communicator without ranks has no {name}: nothing is sent by MPI in a rehearsal")
 
     def run(
-        self,
-        why: cause,
-        collective: str,
-        size: int,
-        start: Callable[..., None],
-        *arguments: Any,
-        purpose: Purpose = Purpose.PAYLOAD,
-        waiting_in: str = "",
+        self, why: cause, collective: str, size: int, start: Start, *arguments: Any, purpose: Purpose = Purpose.PAYLOAD
     ) -> None:
         """Record a collective of `size` bytes from this rank."""
         if open_traces():

@@ -20,7 +20,7 @@ import numpy as np
 
 from pce_mpi.arrays import HostArray
 from pce_mpi.comm.errors import FORKED, CollectiveTimeout
-from pce_mpi.comm.tracing import Purpose, cause, open_traces, record
+from pce_mpi.comm.tracing import Purpose, Start, cause, open_traces, record
 
 Merge = Callable[[HostArray, HostArray], None]
 
@@ -55,14 +55,7 @@ class TorchGroup:
         self.start(*arguments, **options).wait()
 
     def start(
-        self,
-        why: cause,
-        collective: str,
-        size: int,
-        start: Callable[..., Pending],
-        *arguments: Any,
-        purpose: Purpose = Purpose.PAYLOAD,
-        waiting_in: str = "",
+        self, why: cause, collective: str, size: int, start: Start, *arguments: Any, purpose: Purpose = Purpose.PAYLOAD
     ) -> Pending:
         """Record a collective of `size` bytes from this rank and start it."""
         if _world_of_parent is not None and _world_of_parent is _world():
@@ -72,7 +65,8 @@ class TorchGroup:
                 raise CollectiveTimeout(f"this process group is not usable any more: {why_broken}")
         if open_traces():
             record(why, collective, purpose, ranks=self.size, bytes=size)
-        return start(*arguments, operation=waiting_in or why.operation)
+        where = f"{why.operation}: agreement" if purpose is Purpose.AGREEMENT else why.operation
+        return start(*arguments, operation=where)
 
     @staticmethod
     def give_up(group: Any, why: str) -> None:

@@ -197,6 +197,7 @@ def aligned(rows: Sequence[Sequence[str]], right: int | None = None) -> str:
 
 
 Listener = Callable[[str, Any], object]
+Start = Callable[..., Any]  # of a communicator, which starts a collective
 _open: ContextVar[tuple[Trace, ...]] = ContextVar("open_traces", default=())
 # Traces, which take the fingerprint of each result, and functions, which take its operation and the array.
 _listeners: ContextVar[tuple[Trace | Listener, ...]] = ContextVar("listeners", default=())
