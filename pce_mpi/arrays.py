@@ -20,6 +20,7 @@ from pce_mpi.hollow import LIBRARY, Hollow
 Array = Any  # numpy.ndarray or cupy.ndarray
 HostArray = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
+DType = np.dtype[Any]
 
 
 def cupy_of(value: Any) -> ModuleType | None:

@@ -140,13 +140,11 @@ def infer_placements(
 
 # One run for each kind of rank: those of a large program take seconds each.
 _MOST_KINDS = 10_000
+Links = Mapping[str, tuple[float, float]]  # latency and bandwidth by dim
 
 
 def rehearse(
-    program: Callable[[Mesh], object],
-    mesh: Mesh | Mapping[str, int],
-    *,
-    links: Mapping[str, tuple[float, float]] | None = None,
+    program: Callable[[Mesh], object], mesh: Mesh | Mapping[str, int], *, links: Links | None = None
 ) -> Rehearsal:
     """Run a program without ranks, data or MPI, and return what it would send and keep on a large mesh.
 
@@ -208,7 +206,7 @@ def rehearse(
 def rehearsed(
     program: Callable[[Mesh], object],
     mesh: Mesh | Mapping[str, int],
-    links: Mapping[str, tuple[float, float]] | None,
+    links: Links | None,
     follow: Callable[[list[dict[str, int]]], Iterable[Coordinates]],
 ) -> Rehearsal:
     """Rehearse; `follow` yields each of the further kinds of ranks, and may show how many of them are done."""
@@ -241,7 +239,7 @@ def _run(program: Callable[[Mesh], object], sizes: dict[str, int], at: Coordinat
     return Rehearsal(sizes, noted.events, ledger.most, {}), here.shardings
 
 
-def _checked_links(links: Mapping[str, tuple[float, float]], sizes: Mapping[str, int]) -> dict[str, Link]:
+def _checked_links(links: Links, sizes: Mapping[str, int]) -> dict[str, Link]:
     needed = [dim for dim, size in sizes.items() if size > 1]
     for dim in links if isinstance(links, Mapping) else ():
         if dim not in sizes:

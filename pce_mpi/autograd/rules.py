@@ -24,6 +24,7 @@ from itertools import product
 import math
 from typing import NamedTuple
 
+from pce_mpi.arrays import Shape
 from pce_mpi.distributed.placements import Partial, Placement, ReduceOperator, Replicate, Shard
 from pce_mpi.distributed.sharding import Sharding, Splits, Step, balanced_splits, steps, wire_bytes
 
@@ -70,10 +71,7 @@ class Rule:
 
     @staticmethod
     def of(
-        letters: str,
-        *shapes: tuple[int, ...],
-        linear: Sequence[Sequence[int]] = (),
-        reduces: ReduceOperator | None = None,
+        letters: str, *shapes: Shape, linear: Sequence[Sequence[int]] = (), reduces: ReduceOperator | None = None
     ) -> Rule:
         """Make a rule from letters, as in `numpy.einsum`.
 

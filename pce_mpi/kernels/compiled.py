@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, cached_property, lru_cache
 from struct import Struct
 from typing import Any
@@ -27,6 +26,7 @@ from pce_mpi.kernels.interface import (
     Pair,
     Pass,
     StateFields,
+    Upstream,
 )
 from pce_mpi.kernels.losses import LossTerms, target_log_probs as target_log_probs
 
@@ -107,7 +107,7 @@ def merge(a: Array, b: Array, how: Pass) -> None:
     _compiled.merge_states(a, b, *_call(how))
 
 
-class CompiledStates(MergedStates):
+class HostStates(MergedStates):
     """Merged states, and with `given` what the compiled functions take of them."""
 
     def __init__(self, states: Array, *more: Any):
@@ -121,12 +121,12 @@ class CompiledStates(MergedStates):
         return columns
 
 
-def row_softmax(states: Array, how: Pass, class_weights: Array | None) -> CompiledStates:
+def row_softmax(states: Array, how: Pass, class_weights: Array | None) -> HostStates:
     """Return the softmax of each row."""
-    return CompiledStates(states, class_weights, *_call(how), *how.transform.margin)
+    return HostStates(states, class_weights, *_call(how), *how.transform.margin)
 
 
-def row_losses(softmax: CompiledStates, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
+def row_losses(softmax: HostStates, fields: StateFields, valid: Array, terms: LossTerms) -> Array:
     """Return the losses and weights of rows, (2, rows); `losses.row_losses` has the arguments."""
     # 48 bytes a row of this room are never touched. glibc, where it is in use, keeps free memory of twice the largest
     # block that was returned to it, up to 32 MiB: so all of a call, 113 bytes a row, for the next one. New pages would
@@ -136,7 +136,7 @@ def row_losses(softmax: CompiledStates, fields: StateFields, valid: Array, terms
     return losses
 
 
-def row_statistics(softmax: CompiledStates, valid: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+def row_statistics(softmax: HostStates, valid: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return statistics of rows; `losses.row_statistics` has the arguments."""
     numbers, argmax = np.empty((5, len(softmax))), np.empty(len(softmax), np.int64)
     _compiled.row_statistics(softmax.given, valid, numbers, argmax)
@@ -145,12 +145,7 @@ def row_statistics(softmax: CompiledStates, valid: Array, dtype: np.dtype[Any]) 
 
 
 def statistics_gradients(
-    softmax: CompiledStates,
-    valid: Array,
-    target_column: Array | None,
-    classes: range,
-    scale: float,
-    upstream: Mapping[str, Array],
+    softmax: HostStates, valid: Array, target_column: Array | None, classes: range, scale: float, upstream: Upstream
 ) -> Array:
     """Return the rows of a gradient of statistics; `losses.statistics_gradients` has the arguments."""
     rows = np.empty((len(softmax), len(ROW_GRADIENT)))
@@ -164,7 +159,7 @@ GradientRows = tuple[Any, ...]
 
 
 def row_gradients(
-    softmax: CompiledStates,
+    softmax: HostStates,
     fields: StateFields,
     valid: Array,
     target_column: Array | None,

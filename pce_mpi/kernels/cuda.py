@@ -14,14 +14,13 @@ Each kernel is compiled when it is first launched, and CuPy caches the result on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, cached_property
 from typing import Any
 
 import cupy
 import numpy as np
 
-from pce_mpi.arrays import HostArray, is_floating
+from pce_mpi.arrays import DType, HostArray, is_floating
 from pce_mpi.kernels import classes
 from pce_mpi.kernels.classes import bits_of, sums_of_equal as sums_of_equal
 from pce_mpi.kernels.compilation import (
@@ -58,6 +57,7 @@ from pce_mpi.kernels.interface import (
     Precision,
     StateFields,
     Transform,
+    Upstream,
 )
 from pce_mpi.kernels.losses import LossTerms
 from pce_mpi.kernels.row_layout import Output, Rows, rows_of
@@ -102,7 +102,7 @@ def _way_of(scale: float) -> str:
     return "PLAIN" if scale == 1.0 else "SCALED" if exact else "SCALED_IN_DOUBLE"
 
 
-def _loop_of(function: str, dtype: np.dtype[Any], fields: int, weights: ClassWeights, how: Pass) -> Kernel | None:
+def _loop_of(function: str, dtype: DType, fields: int, weights: ClassWeights, how: Pass) -> Kernel | None:
     """Return the kernel with a loop over vectors for these fields, None if the general one has to do it."""
     (least, most), scale = _NEAR_SCALES, how.transform.scale
     ones = not fields & WEIGHTED_LOGIT or (weights.weight is None and weights.probabilities is None)
@@ -259,7 +259,7 @@ def row_gradients(
     return gradients
 
 
-def row_statistics(softmax: GpuStates, valid: Array | None, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+def row_statistics(softmax: GpuStates, valid: Array | None, dtype: DType) -> tuple[Array, Array]:
     """Return statistics of rows; `losses.row_statistics` has the arguments. `valid` is None if all rows count."""
     numbers, argmax = cupy.empty((5, len(softmax)), dtype), cupy.empty(len(softmax), np.int64)
     code = np.int32(DTYPE_CODES[numbers.dtype.name])
@@ -267,9 +267,7 @@ def row_statistics(softmax: GpuStates, valid: Array | None, dtype: np.dtype[Any]
     return numbers, argmax
 
 
-def target_log_probs(
-    softmax: GpuStates, chosen: Array, valid: Array, transform: Transform, dtype: np.dtype[Any]
-) -> Array:
+def target_log_probs(softmax: GpuStates, chosen: Array, valid: Array, transform: Transform, dtype: DType) -> Array:
     """Return the log-probabilities of chosen logits; `losses.target_log_probs` has the arguments.
 
     Each is computed as that of a single target, from a copy of its row's state.
@@ -286,12 +284,7 @@ _WORDS = StateFields(hold_largest=True).dtype.itemsize // 8
 
 
 def statistics_gradients(
-    softmax: GpuStates,
-    valid: Array | None,
-    target_column: Array | None,
-    classes: range,
-    _: float,
-    upstream: Mapping[str, Array],
+    softmax: GpuStates, valid: Array | None, target_column: Array | None, classes: range, _: float, upstream: Upstream
 ) -> Array:
     """Return the rows of a gradient of statistics; `losses.statistics_gradients` has the arguments.
 
@@ -332,17 +325,17 @@ def sums_of(*arrays: Array) -> Array:
     return sums
 
 
-def loss_of_rows(losses: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+def loss_of_rows(losses: Array, mean: bool, dtype: DType) -> tuple[Array, Array]:
     """Return the loss and the divisor of its gradient; `losses` is that of `row_losses`."""
     return _loss_of(_partial_sums(losses), mean, dtype)
 
 
-def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+def loss_of(sums: Array, mean: bool, dtype: DType) -> tuple[Array, Array]:
     """Return the loss and the divisor of its gradient; `definition.loss_of` has the arguments."""
     return _loss_of(cupy.ascontiguousarray(sums)[:, None], mean, dtype)
 
 
-def _loss_of(items: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+def _loss_of(items: Array, mean: bool, dtype: DType) -> tuple[Array, Array]:
     loss, divisor = cupy.empty((), dtype), cupy.empty(1, np.float64)
     arguments = *_items(items), np.bool_(mean), loss, np.int32(DTYPE_CODES[loss.dtype.name]), divisor
     _launch(_kernel_of_sums("fill_loss", items), (1, 1), BLOCK_THREADS, *arguments)
@@ -413,7 +406,7 @@ def kept_at_least(x: Array, least: HostArray) -> tuple[Array, Array]:
     return kept, counts
 
 
-def converted(values: Array, dtype: np.dtype[Any]) -> Array:
+def converted(values: Array, dtype: DType) -> Array:
     """Return floating-point numbers in another dtype, rounded once, subnormal ones too."""
     result = cupy.empty(values.shape, dtype)
     if result.size:
@@ -423,7 +416,7 @@ def converted(values: Array, dtype: np.dtype[Any]) -> Array:
     return result
 
 
-def halves_of(values: Array, dtype: np.dtype[Any], scale: Array | None, count: int) -> list[Array]:
+def halves_of(values: Array, dtype: DType, scale: Array | None, count: int) -> list[Array]:
     """Return halves of which a matrix of float32 numbers, times `scale`, is the sum: two, or the first alone.
 
     The rows of the matrix are of consecutive elements; `scale` is one float32 number, None for 1.

@@ -28,6 +28,7 @@ common sum and `p - 1` keep none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -284,3 +285,4 @@ ROW_GRADIENT = {
 
 # The statistics that have gradients, in the order of the compiled kernels.
 STATISTICS = "log_prob", "entropy", "logsumexp"
+Upstream = Mapping[str, Array]

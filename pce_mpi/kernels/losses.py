@@ -5,13 +5,12 @@ With h the class held apart, the loss of a row is u_h (-log p_h) + sum_{c != h} 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pce_mpi.kernels.elementary import transformed
-from pce_mpi.kernels.interface import ROW_GRADIENT, RowSoftmax, StateFields, Transform
+from pce_mpi.kernels.interface import ROW_GRADIENT, RowSoftmax, StateFields, Transform, Upstream
 from pce_mpi.kernels.row_softmax import times
 
 Array = np.ndarray[Any, Any]
@@ -127,12 +126,7 @@ def target_log_probs(softmax: Array, chosen: Array, valid: Array, transform: Tra
 
 
 def statistics_gradients(
-    softmax: Array,
-    valid: Array,
-    target_column: Array | None,
-    classes: range,
-    scale: float,
-    upstream: Mapping[str, Array],
+    softmax: Array, valid: Array, target_column: Array | None, classes: range, scale: float, upstream: Upstream
 ) -> Array:
     """Return the rows of a gradient from those of three statistics, (rows, columns of `ROW_GRADIENT`).
 

@@ -16,7 +16,7 @@ import numpy as np
 from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, is_true, to_host
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.kernels import converted, sets_arithmetic
-from pce_mpi.kernels.interface import RowSoftmax
+from pce_mpi.kernels.interface import RowSoftmax, Upstream
 from pce_mpi.loss.chunks import Gradients, Product, agree_on_product
 from pce_mpi.loss.options import LinearOptions, LinearStatisticsOptions, Options, takes
 from pce_mpi.loss.passes import (
@@ -356,7 +356,7 @@ def prepared(residuals: LinearStatisticsResiduals, given: Mapping[str, Any]) -> 
     return product, upstream
 
 
-def gradients_of(residuals: LinearStatisticsResiduals, product: Product, upstream: Mapping[str, Array]) -> Gradients:
+def gradients_of(residuals: LinearStatisticsResiduals, product: Product, upstream: Upstream) -> Gradients:
     """Return the gradients of the operands from what `prepared` gives; communicates nothing."""
     fields = statistics_fields(residuals.problem.targets is not None)
     for rows, softmax in zip(product.rows(), residuals.softmax, strict=True):

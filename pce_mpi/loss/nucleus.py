@@ -34,6 +34,7 @@ from pce_mpi.loss.problem import Problem, check, rows_and_classes
 from pce_mpi.validation import integer, real
 
 _ALL = np.iinfo(np.int64).max
+Function = Callable[[HostArray], HostArray]
 
 
 class Nucleus(NamedTuple):
@@ -226,11 +227,7 @@ class Shard(ABC):
             return all_reduce(sets, options.comm, _merge_of(self.how))
 
     def search(
-        self,
-        of: Callable[[HostArray], HostArray],
-        is_enough: Callable[[HostArray], HostArray],
-        at: HostArray,
-        above: HostArray,
+        self, of: Function, is_enough: Function, at: HostArray, above: HostArray
     ) -> tuple[HostArray, HostArray, HostArray]:
         """Return the largest value of each row that is enough, `of` it, and `of` the next larger value.
 

@@ -10,7 +10,7 @@ and only if there are other ranks to merge them with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NoReturn
@@ -21,7 +21,7 @@ from pce_mpi.arrays import Array, HostArray, same_memory, shares_memory, to_host
 from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, kernel_of, sets_arithmetic
-from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields, Upstream
 from pce_mpi.loss.options import Reduction
 from pce_mpi.loss.problem import Problem, check_out, rows_and_classes
 from pce_mpi.validation import check_floating_point
@@ -252,7 +252,7 @@ def probability_rows(problem: Problem, softmax: RowSoftmax) -> Array:
 
 
 def write_statistics_gradient(
-    array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields, upstream: Mapping[str, Array]
+    array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields, upstream: Upstream
 ) -> Array:
     """Fill `array` with the gradient of the logits from those of three statistics, each that of `upstream_of`.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from pce_mpi.arrays import (
     Array,
+    DType,
     HostArray,
     array_namespace,
     as_array,
@@ -141,12 +142,7 @@ class Problem:
 
 @lru_cache(maxsize=1024)
 def _call_of(
-    operation: str,
-    dtype: np.dtype[Any],
-    numbers: Numbers,
-    targets: str,
-    weighted: bool,
-    also: tuple[tuple[str, Hashable], ...],
+    operation: str, dtype: DType, numbers: Numbers, targets: str, weighted: bool, also: tuple[tuple[str, Hashable], ...]
 ) -> Signature:
     values = {name: value for name, value in numbers.values.items() if name != "chunk"}  # `also` has the one in use
     values |= {"compute_dtype": name_of(values["compute_dtype"]), "reduction": str(values["reduction"])}
@@ -289,7 +285,7 @@ def class_numbers_of(array: Array, name: str) -> HostArray:
     return host.astype(np.int64)
 
 
-def check_dtype_of_logits(dtype: np.dtype[Any], name: str) -> None:
+def check_dtype_of_logits(dtype: DType, name: str) -> None:
     if not is_floating(dtype):
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}")
 

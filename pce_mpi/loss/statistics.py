@@ -10,7 +10,6 @@ log-probabilities follow from the merged states as that of one target does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -24,7 +23,7 @@ from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, cupy_of,
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.classes import bits_of, nought_of
-from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields, Upstream
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.classes import (
     all_logits,
@@ -337,7 +336,7 @@ class SeveralTargets:
         return problem.kernel.target_log_probs(softmax.columns, *given)
 
     def write_gradient(
-        self, array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields, upstream: Mapping[str, Array]
+        self, array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields, upstream: Upstream
     ) -> None:
         """Fill `array` as `write_statistics_gradient` does; the upstream `log_prob` is (rows, targets of a row).
 

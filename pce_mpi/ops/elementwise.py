@@ -19,6 +19,8 @@ from pce_mpi.kernels import converted, layer_loops
 from pce_mpi.kernels.elementary import two_product, two_sum
 from pce_mpi.ops.broadcasting import aligned
 
+Function = Callable[..., Array]  # of arrays; some take their library first
+
 
 def elementwise_rule(*linear: Sequence[int]) -> Callable[..., Rule]:
     """Make the rule of an elementwise operation: axes are labelled from the last, as NumPy aligns them."""
@@ -31,22 +33,17 @@ def elementwise_rule(*linear: Sequence[int]) -> Callable[..., Rule]:
     return rule
 
 
-def library_function(name: str) -> Callable[..., Array]:
+def library_function(name: str) -> Function:
     """Make the forward function that is the function `name` of the array's library."""
     return lambda call, *arrays: getattr(call.functions(arrays[0]), name)(*arrays)
 
 
-def gradient_op(name: str, forward: Callable[..., Array], *linear: Sequence[int]) -> Op:
+def gradient_op(name: str, forward: Function, *linear: Sequence[int]) -> Op:
     """Make one operation of a whole gradient, so that a gradient of halves is rounded once."""
     return Op(name, _of_functions(forward), rule=elementwise_rule(*linear), wide=True)
 
 
-def unary(
-    name: str,
-    pull: Callable[..., Array],
-    forward: Callable[..., Array] | None = None,
-    exact: Callable[..., Array] | None = None,
-) -> Op:
+def unary(name: str, pull: Function, forward: Function | None = None, exact: Function | None = None) -> Op:
     """Make an operation on one operand: NumPy's function of that name, or `forward`, which keeps the dtype.
 
     `pull` takes the gradient of the result and the operand, as the result may be rounded to a half. Both functions
@@ -65,7 +62,7 @@ def unary(
     )
 
 
-def _of_functions(function: Callable[..., Array]) -> Callable[..., Array]:
+def _of_functions(function: Function) -> Function:
     return lambda call, *arrays: function(call.functions(arrays[0]), *arrays)
 
 
