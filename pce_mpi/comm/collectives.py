@@ -79,8 +79,9 @@ def from_wire(received: Array, like: Array) -> Array:
 
 
 def concatenated(blocks: Sequence[Array]) -> Array:
-    """Return the elements of all blocks, one block after the other; a single block is not copied if possible."""
+    """Return the elements of all blocks, one block after the other; one that all are in is not copied if possible."""
     flat = [block.reshape(-1) for block in blocks]
+    flat = [block for block in flat if block.size] or flat[:1]
     return flat[0] if len(flat) == 1 else array_namespace(flat[0]).concatenate(flat)
 
 
