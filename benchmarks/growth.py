@@ -37,11 +37,11 @@ import pce_mpi as pce
 from pce_mpi.cli.arguments import positive, writable_file
 from pce_mpi.cli.output import progress
 from pce_mpi.comm.launcher import why_apart
-from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.jobs.mpiexec import mpiexec, number_of_cores, settings
 from pce_mpi.kernels import kernel_text
 from pce_mpi.loss.options import LossOptions
 from pce_mpi.svg import new_figure
+from pce_mpi.text import Cell, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

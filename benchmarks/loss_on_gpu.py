@@ -37,7 +37,6 @@ from pce_mpi.cli.output import progress
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
-from pce_mpi.conformance.reports.tables import table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.gpu import gpus
 from pce_mpi.kernels import kernel_of
@@ -49,6 +48,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_value_and_grad,
 )
 from pce_mpi.loss.passes import merge_of
+from pce_mpi.text import table
 
 COMM = MPI.COMM_WORLD
 Array = Any  # cupy.ndarray

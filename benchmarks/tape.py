@@ -23,8 +23,8 @@ from pce_mpi.cli.output import progress
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
-from pce_mpi.conformance.reports.tables import table
 from pce_mpi.optim.synchronization import synchronize
+from pce_mpi.text import table
 from training_step import ByHand, OnTape, parameters
 
 COMM = MPI.COMM_WORLD

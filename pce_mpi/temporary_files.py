@@ -1,4 +1,4 @@
-"""Temporary files and folders, and how a process finds those that a killed process left.
+"""Temporary files and folders, how a process finds those that a killed process left, and files that are replaced.
 
 The process that makes one holds a lock on it (flock), which the kernel releases however that process ends. On some
 shared file systems such locks are visible on one machine only, and others have none. Therefore the name has the machine
@@ -16,6 +16,7 @@ import platform
 import re
 import secrets
 import stat
+import sys
 import time
 import zlib
 
@@ -133,3 +134,46 @@ def _machine() -> str:
     except OSError:
         identity = platform.node().encode()
     return f"{zlib.crc32(identity):08x}"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace `path` by a complete new file, or append to what is no regular file; raise `OSError`.
+
+    The file is UTF-8; a character that UTF-8 has not, as half of a surrogate pair, is escaped.
+    """
+    try:
+        _write_beside(path, text.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a full disk names none
+        raise
+
+
+def _write_beside(path: Path, data: bytes) -> None:
+    status = path.stat() if path.exists() else None
+    if status is not None and (not stat.S_ISREG(status.st_mode) or _is_output(status)):
+        with path.open("ab") as file:
+            file.write(data)
+        return
+    place = Path(os.path.realpath(path))  # a link stays
+    stem = f".{os.fsdecode(os.fsencode(place.name)[:200])}."
+    for leftover in abandoned(place.parent, stem):
+        leftover.unlink(missing_ok=True)
+    beside, descriptor = new_file(place.parent, stem, 0o666)
+    with os.fdopen(descriptor, "wb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            if status is not None and stat.S_IMODE(status.st_mode) != stat.S_IMODE(os.fstat(descriptor).st_mode):
+                os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
+            os.replace(beside, place)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+
+def _is_output(status: os.stat_result) -> bool:
+    """Return whether it is the file that standard output goes to, as /dev/stdout is."""
+    try:
+        return sys.stdout is not None and os.path.samestat(status, os.fstat(sys.stdout.fileno()))
+    except (OSError, ValueError):  # closed, or no file
+        return False

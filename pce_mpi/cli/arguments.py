@@ -1,7 +1,5 @@
 """Types of arguments of the command line: each converts the text, or says what it expected."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

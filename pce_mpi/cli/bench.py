@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 import json
 import os
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
-from pce_mpi.cli import links
 from pce_mpi.cli.arguments import mesh_sizes, positive
 from pce_mpi.cli.output import progress
 from pce_mpi.comm.agreement import agree, local_checks
-from pce_mpi.comm.collectives import all_reduce
+from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from pce_mpi.comm.rehearsed import Link
 from pce_mpi.comm.tracing import Purpose, cause, trace
-from pce_mpi.conformance.reports.tables import Cell, table
+from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.kernels import kernel_text
 from pce_mpi.loss import (
@@ -36,9 +35,11 @@ from pce_mpi.loss import (
     top_k,
 )
 from pce_mpi.loss.options import CrossEntropyOptions, Options, checked_numbers
+from pce_mpi.text import Cell, table
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
 
 Array = np.ndarray[Any, Any]
 
@@ -60,21 +61,8 @@ _EACH: list[dict[str, Any]] = [
 ]
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One function at one size; times are the slowest rank's median, counts are one rank's."""
-
-    function: str
-    options: str
-    classes: int
-    seconds: float
-    ns_per_element: float
-    gigabytes_per_second: float
-    times_copy: float
-    times_plain: float
-    peak_mebibytes: float
-    payload_calls: int
-    payload_bytes: int
+# One function at one size; times are the slowest rank's median, counts are one rank's.
+Measurement = dict[str, Any]
 
 
 class _Work(NamedTuple):
@@ -88,17 +76,17 @@ class _Work(NamedTuple):
 
 # The head and the cells of each column of the table.
 _COLUMNS: dict[str, Callable[[Measurement], Cell]] = {
-    "classes": lambda one: one.classes,
-    "function": lambda one: one.function,
-    "options": lambda one: one.options,
-    "ms": lambda one: 1e3 * one.seconds,
-    "ns/element": lambda one: one.ns_per_element,
-    "GB/s": lambda one: one.gigabytes_per_second,
-    "x copy": lambda one: one.times_copy,
-    "x plain": lambda one: one.times_plain,
-    "peak MiB": lambda one: f"{one.peak_mebibytes:.1f}",
-    "calls": lambda one: one.payload_calls,
-    "bytes sent": lambda one: one.payload_bytes,
+    "classes": lambda one: one["classes"],
+    "function": lambda one: one["function"],
+    "options": lambda one: one["options"],
+    "ms": lambda one: 1e3 * one["seconds"],
+    "ns/element": lambda one: one["ns_per_element"],
+    "GB/s": lambda one: one["gigabytes_per_second"],
+    "x copy": lambda one: one["times_copy"],
+    "x plain": lambda one: one["times_plain"],
+    "peak MiB": lambda one: f"{one['peak_mebibytes']:.1f}",
+    "calls": lambda one: one["payload_calls"],
+    "bytes sent": lambda one: one["payload_bytes"],
 }
 
 
@@ -110,37 +98,21 @@ mpiexec to measure that number of ranks; for reproducible times, ranks times BLA
 (OMP_NUM_THREADS). The plain loss, which has no options, is always measured too.
 Exit status: 0; 1 if the arrays do not fit the memory; 2 if something that was asked for is not installed, or if an
 option of the loss is out of its range."""
-    parser.add_argument("--rows", type=positive, default=2048, metavar="R", help="rows of the logits")
-    parser.add_argument(
-        "--classes",
-        type=positive,
-        nargs="+",
-        default=[32000],
-        metavar="C",
-        help="classes of all shards together, one or more sizes",
-    )
-    parser.add_argument(
-        "--dtype", choices=["float16", "bfloat16", "float32", "float64"], default="float32", help="of the logits"
-    )
-    parser.add_argument(
-        "--repeat", type=positive, default=7, metavar="N", help="timed repetitions, of which the median counts"
-    )
+    add = parser.add_argument
+    add("--rows", type=positive, default=2048, metavar="R", help="rows of the logits")
+    sizes = "classes of all shards together, one or more sizes"
+    add("--classes", type=positive, nargs="+", default=[32000], metavar="C", help=sizes)
+    add("--dtype", choices=["float16", "bfloat16", "float32", "float64"], default="float32", help="of the logits")
+    add("--repeat", type=positive, default=7, metavar="N", help="timed repetitions, of which the median counts")
     for name in _REAL:
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=float, default=getattr(Options, name), metavar="X", help="option of the loss")
-    parser.add_argument("--weight", action="store_const", const="random", help="random weights of the classes")
-    parser.add_argument(
-        "--options", action="store_true", help="time each option by itself too, and the other functions of logits"
-    )
-    parser.add_argument(
-        "--collectives",
-        action="store_true",
-        help="measure latency and bandwidth of collectives along each dim of --mesh instead, for `rehearse --link`",
-    )
-    parser.add_argument(
-        "--mesh", type=mesh_sizes, metavar="DIM=N,...", help="with --collectives: dims, such as data=2,model=2"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
+        add(option, type=float, default=getattr(Options, name), metavar="X", help="option of the loss")
+    add("--weight", action="store_const", const="random", help="random weights of the classes")
+    add("--options", action="store_true", help="time each option by itself too, and the other functions of logits")
+    collectives = "measure latency and bandwidth of collectives along each dim of --mesh instead, for `rehearse --link`"
+    add("--collectives", action="store_true", help=collectives)
+    add("--mesh", type=mesh_sizes, metavar="DIM=N,...", help="with --collectives: dims, such as data=2,model=2")
+    add("--json", action="store_true", help="print JSON rather than a table")
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
@@ -149,7 +121,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
         print("error: --collectives times no loss, and --options says which: give one of them", file=sys.stderr)
         return 2
     if options.collectives:
-        return links.run(options, comm)
+        return _run_links(options, comm)
     if options.mesh:
         print("error: --mesh is that of --collectives, which is missing", file=sys.stderr)
         return 2
@@ -190,7 +162,7 @@ def _show(measured: list[Measurement], agreement: float | None, options: argpars
             "dtype": options.dtype,
             "kernel": kernel_text(),
             "agreement_seconds": agreement,
-            "measurements": [asdict(one) for one in measured],
+            "measurements": measured,
         }
         print(json.dumps(report, indent=1))
         return
@@ -243,19 +215,19 @@ def _measure(
             tracemalloc.stop()
         elements = max(1, options.rows * -(-classes // size))
         measured.append(
-            Measurement(
-                function=work.function,
-                options=work.options,
-                classes=classes,
-                seconds=taken,
-                ns_per_element=1e9 * taken / elements,
-                gigabytes_per_second=1e-9 * work.passes * elements * dtype.itemsize / taken,
-                times_copy=taken / of_copy,
-                times_plain=taken / of_plain,
-                peak_mebibytes=peak / 2**20,
-                payload_calls=sent.count(purpose=Purpose.PAYLOAD),
-                payload_bytes=sent.bytes(purpose=Purpose.PAYLOAD),
-            )
+            {
+                "function": work.function,
+                "options": work.options,
+                "classes": classes,
+                "seconds": taken,
+                "ns_per_element": 1e9 * taken / elements,
+                "gigabytes_per_second": 1e-9 * work.passes * elements * dtype.itemsize / taken,
+                "times_copy": taken / of_copy,
+                "times_plain": taken / of_plain,
+                "peak_mebibytes": peak / 2**20,
+                "payload_calls": sent.count(purpose=Purpose.PAYLOAD),
+                "payload_bytes": sent.bytes(purpose=Purpose.PAYLOAD),
+            }
         )
     return measured
 
@@ -323,3 +295,64 @@ def _slowest(comm: MPI.Intracomm | None, seconds: float) -> float:
         return seconds
     with cause("bench", reason="the slowest rank's time"):
         return float(all_reduce(np.array(seconds), comm, "max"))
+
+
+# Elements of 4 bytes from each rank: few, of which latency is all, and many.
+_FEW, _MANY = 16, 2**22
+# A step has many collectives one after the other, so one of many is timed.
+_CALLS = 100
+
+
+def _run_links(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
+    """Measure and print the links of the dims with several ranks; return 2 if there is no such mesh."""
+    try:
+        if comm is None:
+            raise ValueError("collectives need MPI")
+        mesh = Mesh(comm, **(options.mesh or {"ranks": comm.size}))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    links = {dim: measured_link(mesh.comm(dim), options.repeat) for dim, size in mesh.dims.items() if size > 1}
+    if options.json:
+        print(json.dumps({"mesh": dict(mesh.dims), "links": {dim: link._asdict() for dim, link in links.items()}}))
+        return 0
+    rows = [(dim, mesh.dims[dim], 1e6 * link.latency, 1e-9 * link.bandwidth) for dim, link in links.items()]
+    print(table([("dim", "ranks", "us", "GB/s"), *rows]))
+    text = " ".join(f"--link {dim}={link.latency:.3g},{link.bandwidth:.3g}" for dim, link in links.items())
+    print(f"\nfor `rehearse`: {text}")
+    return 0
+
+
+def measured_link(comm: Any, repeat: int) -> Link:
+    """Return the link of the ranks of `comm`, the same on each of them: medians over `repeat` times."""
+    few, many = np.ones(_FEW, np.float32), np.ones(_MANY, np.float32)
+    latency = _seconds_of_one(comm, lambda: all_reduce(few, comm, "sum"), _CALLS, repeat)
+    part = many[: _MANY // comm.size]
+    parts, shapes, sizes = [part] * comm.size, [(_MANY,)] * comm.size, [part.shape] * comm.size
+    calls: list[Callable[[], object]] = [
+        lambda: all_reduce(many, comm, "sum"),
+        lambda: all_gather(many, comm, shapes),
+        lambda: reduce_scatter(parts, comm, "sum"),
+        lambda: all_to_all(parts, comm, sizes),
+    ]
+    # One byte a second: what is left of the estimate is the bytes that a rank sends.
+    with trace() as sent, cause("bench"):
+        for call in calls:
+            call()
+    in_all = sum(Link(0.0, 1.0).seconds(event) for event in sent.events)
+    seconds = sum(_seconds_of_one(comm, call, 1, repeat) for call in calls) - len(calls) * latency
+    return Link(latency, in_all / max(seconds, 1e-9))
+
+
+def _seconds_of_one(comm: Any, call: Callable[[], object], calls: int, repeat: int) -> float:
+    """Return the time of one of `calls` calls that follow each other, on the slowest rank."""
+    times = []
+    with cause("bench"):
+        for _ in range(repeat + 1):
+            all_reduce(np.zeros(1), comm, "sum")  # all ranks start together
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times.append((time.perf_counter() - start) / calls)
+        median = np.array(statistics.median(times[1:]))  # the first one warms up
+        return float(all_reduce(median, comm, "max"))

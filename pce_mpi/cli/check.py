@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,11 @@ from pce_mpi.cli.arguments import natural
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause, trace
 from pce_mpi.conformance import Offer, Outcome, Tolerance, Verdict, cases, offers, run_case
-from pce_mpi.conformance.candidates.adapters.ours import ForwardAndBackward, ValueAndGrad
+from pce_mpi.conformance.candidates.adapters import ForwardAndBackward, ValueAndGrad
 from pce_mpi.conformance.candidates.fitting import problem_of
+from pce_mpi.conformance.judging.comparing import allowed
 from pce_mpi.conformance.problems.cases import OPTIONS
-from pce_mpi.conformance.problems.tolerances import allowed
 from pce_mpi.conformance.reports.summary import problem
-from pce_mpi.conformance.reports.tables import Cell, table
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.kernels import kernel_text
 from pce_mpi.loss import (
@@ -27,6 +27,7 @@ from pce_mpi.loss import (
     softmax_cross_entropy_forward,
     softmax_cross_entropy_value_and_grad,
 )
+from pce_mpi.text import Cell, table
 from pce_mpi.ulps import ulp
 
 if TYPE_CHECKING:
@@ -34,29 +35,13 @@ if TYPE_CHECKING:
 
 _TOLERANCE = Tolerance(strict=True)
 _PLAIN = "random-logits/float32"
-_CASES = (
-    "random-logits",
-    "reduction",
-    "many-classes/float32",
-    "offset/1e4/float32",
-    "masked-shard",
-    "uneven-shards",
-    "empty-shard",
-    "fewer-classes-than-ranks",
-    "zero-rows/sum",
-    "dims/1-D",
-    "axis/3-D-*",
-    "ignored/inside",
-    "target-out-of-range/far",
-    "probabilities/sum-to-1",
-    "probabilities/do-not-sum-to-1",
+_CASES = [
+    *"random-logits reduction many-classes/float32 offset/1e4/float32 masked-shard uneven-shards empty-shard".split(),
+    *"fewer-classes-than-ranks zero-rows/sum dims/1-D axis/3-D-* ignored/inside target-out-of-range/far".split(),
+    *"probabilities/sum-to-1 probabilities/do-not-sum-to-1 pair/weight+label_smoothing all-options upstream".split(),
+    *"same-on-every-rank same-in-every-run".split(),
     *(f"{option}/float32" for option in OPTIONS if option != "ignore_index"),
-    "pair/weight+label_smoothing",
-    "all-options",
-    "upstream",
-    "same-on-every-rank",
-    "same-in-every-run",
-)
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +133,7 @@ def _rows_sharded(
 
 
 # By what sets the call apart: cases, and the functions that are run, by the column that shows their gradient.
-_WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+_WAYS: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "": (_CASES, {"gradient": ValueAndGrad(), "two passes": ForwardAndBackward()}),
     "compute_dtype float64": (
         (_PLAIN,),

@@ -21,21 +21,122 @@ import sys
 import textwrap
 from typing import Any
 
-from pce_mpi.cli.arguments import positive
-from pce_mpi.cli.conformance_options import FILES, add_arguments
+from pce_mpi.cli.arguments import natural, positive, positive_real, writable_file
 from pce_mpi.cli.output import Bar
 from pce_mpi.comm.launcher import launcher_env
-from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES, missing_framework
+from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
-from pce_mpi.conformance.problems.cases import fits
-from pce_mpi.conformance.reports import files, json_file, terminal
-from pce_mpi.conformance.runs.batches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
+from pce_mpi.conformance.problems.cases import DTYPES, fits
+from pce_mpi.conformance.reports import json_file, terminal
+from pce_mpi.conformance.runs.launches import DEFAULT_TIMEOUT, LARGE_TIMEOUT, asked_offer, run_cases
 from pce_mpi.conformance.runs.orders import Orders, names_of_all_cases
 from pce_mpi.conformance.text import visible
 from pce_mpi.jobs.mpiexec import LaunchError, most_ranks, number_of_cores
+from pce_mpi.temporary_files import replace_file
 from pce_mpi.text import bounded
 
-__all__ = ["add_arguments", "run", "status_as_rank"]
+# The option of each form of the report, its module in `conformance.reports`, and its description.
+FILES = {
+    "json": ("json_file", "write the report there: everything, as JSON"),
+    "html": ("html", "write the report there: one page with pictures, readable without network"),
+    "markdown": ("markdown", "write the report there: a summary for a pull request"),
+    "junit": ("junit", "write the report there: JUnit XML, for continuous integration"),
+}
+
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_FILE: dict[str, Any] = {"metavar": "FILE"}
+_FOLDER: dict[str, Any] = {"metavar": "DIR"}
+_PATTERNS: dict[str, Any] = {"action": "append", "metavar": "PATTERN"}
+_REPORT: dict[str, Any] = {"type": writable_file, "metavar": "FILE"}
+# The name of each option, its settings, and what it is for.
+_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (
+        "candidate",
+        {"nargs": "?", "default": ""},
+        "package.module:candidate, path/to/file.py:candidate, or one of " + ", ".join(NAMED_CANDIDATES),
+    ),
+    (
+        "-n",
+        {"nargs": "+", "default": ["3"], "metavar": "N"},
+        "how many ranks to start; all cases are run at each of several numbers. 3 unless given, as a power of two "
+        "hides what recursive doubling gets wrong",
+    ),
+    ("--oversubscribe", _FLAG, "start more ranks than the cores of this machine are sure to bear"),
+    (
+        "--adapter",
+        {"choices": FUNCTION_ADAPTERS},
+        "the candidate is a function on shards of that framework: (logits, targets, group, **options) on torch's "
+        "tensors, or (logits, targets, axis_name=..., **options) under jax.shard_map",
+    ),
+    ("--case", _PATTERNS | {"dest": "patterns"}, "only this case, family, or shell pattern; may be repeated"),
+    (
+        "--except",
+        _PATTERNS | {"dest": "but", "default": []},
+        "all cases but this one, family, or shell pattern; may be repeated",
+    ),
+    (
+        "--known",
+        _FILE,
+        "cases that are known to fail, a name or pattern in each line (# begins a comment): the run passes if no other "
+        "case fails, and fails if one of these passes",
+    ),
+    (
+        "--dtype",
+        {"dest": "dtypes", "action": "append", "choices": DTYPES},
+        "only cases with logits of this dtype; may be repeated. Cases without a dtype in their name come in one dtype "
+        f"only: the first of {', '.join(DTYPES)} that is offered and among these",
+    ),
+    ("--list", _FLAG, "list the cases and what each catches; run nothing"),
+    ("--strict", _FLAG, "allow little more than the best that can be had"),
+    ("--tolerance", {"type": positive_real, "default": 1.0, "metavar": "X"}, "multiply what is allowed by this"),
+    (
+        "--timeout",
+        {"type": positive_real, "metavar": "S"},
+        f"seconds without a sign of life after which a case is deadlocked, {DEFAULT_TIMEOUT:g} unless given, with "
+        f"--large {LARGE_TIMEOUT:g}; a sixth of that, 5 s at least, where one rank has raised",
+    ),
+    ("--seed", {"type": natural, "default": 0, "metavar": "K"}, "seed of the random numbers"),
+    ("--rows", {"type": positive, "metavar": "R"}, "rows, in place of each case's own"),
+    ("--classes", {"type": positive, "metavar": "C"}, "classes, in place of each case's own"),
+    (
+        "--large",
+        _FLAG,
+        "also vocabularies of models, 65,536 tokens, and a shard of more than 2**31 elements: in float16 that takes 4 "
+        "GiB for logits, as much for their gradient, and what the candidate takes besides; where shards must be equal, "
+        "on each rank",
+    ),
+    (
+        "--memory",
+        {"type": positive_real, "metavar": "GIB"},
+        "memory that each process of a rank may take, beyond which it gets a MemoryError; on Linux",
+    ),
+    ("--report", _FILE, "run nothing, but write a report that --json wrote in the other forms"),
+    ("--export", _FOLDER, "run nothing, but write the problems and their exact answers as files to DIR"),
+    (
+        "--ranks",
+        {"type": positive, "nargs": "+", "default": [4], "metavar": "N"},
+        "numbers of shards in what --export writes",
+    ),
+    ("--bits", _FLAG, "with --export: write problems with the bits of their results, in place of exact answers"),
+    ("--vectors", _FOLDER, "run nothing, but judge --results against the vectors in DIR"),
+    ("--results", _FILE, "answers to --vectors, by any program"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = """\
+examples:
+  python -m pce_mpi conformance -n 2 3 own_loss.py:cross_entropy --html report.html
+  python -m pce_mpi conformance own_loss.py:cross_entropy --case label_smoothing --dtype float32
+  python -m pce_mpi conformance --list
+
+What the candidate prints is shown, by rank, where a single case is run, and where a case crashes.
+Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged or the report could not be written,
+130 if interrupted."""
+    for name, settings, what in (*_OPTIONS, *((f"--{form}", _REPORT, text) for form, (_, text) in FILES.items())):
+        parser.add_argument(name, **settings, help=what)
+
 
 # The characters of an error: some hold what a file has, or what ranks printed.
 _MOST_TEXT = 10_000
@@ -102,12 +203,12 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
         print(_listed(orders, timeout, display))
         return 0
     if options.export is not None:
-        from pce_mpi.conformance.offline import bit_vectors, vectors
+        from pce_mpi.conformance.offline import vectors
 
         with _naming("--export", OSError, ValueError):
             some: dict[str, Any] = {"ranks": options.ranks, "pattern": orders.patterns, "dtypes": orders.dtypes}
             if options.bits:
-                count = bit_vectors.export(options.export)
+                count = vectors.export_bits(options.export)
             else:
                 count = vectors.export(options.export, seed=orders.seed, **some)
         print(f"{count} vectors in {options.export}")
@@ -147,7 +248,7 @@ def _written(report: Report, renderers: dict[Path, Callable[[Report], str]]) -> 
     finally:
         for path, render in renderers.items():
             try:
-                files.write(path, render(report))
+                replace_file(path, render(report))
             except Exception as error:  # any renderer may fail; the other files do not need it
                 problems.append(f"{path}: {_why(error)}")
         for problem in problems:
@@ -201,13 +302,8 @@ def _no_such_case(patterns: list[str], orders: Orders) -> str:
 
 def _wrong_work(options: argparse.Namespace) -> str:
     """Return the contradiction between these options, '' if there is none."""
-    given = {
-        "a candidate": options.candidate,
-        "--report": options.report,
-        "--export": options.export,
-        "--vectors": options.vectors,
-    }
-    works = [name for name, value in given.items() if value]
+    works = ["a candidate"] * bool(options.candidate)
+    works += [f"--{work}" for work in ("report", "export", "vectors") if getattr(options, work)]
     if len(works) > 1 or (options.list and works not in ([], ["a candidate"])):
         works += ["--list"] * options.list
         return f"{' and '.join(works)} are given, and only one of them can be done at a time"
@@ -277,7 +373,7 @@ def _earlier(path: str) -> Report:
 
 
 class _Display:
-    """The progress of a run, on stderr; `following.Display` says when each method is called."""
+    """The progress of a run, on stderr; `launches.Display` says when each method is called."""
 
     def __init__(self) -> None:
         self._bar = Bar("", 0, shown=False)

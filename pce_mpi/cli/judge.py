@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import contextlib
 from pathlib import Path
 import sys
-import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,16 +16,15 @@ from pce_mpi.conformance.offline.logprob_differences import PARTS, Differences
 from pce_mpi.conformance.offline.recording_errors import Judge, Judged
 from pce_mpi.conformance.offline.recordings import Recording, pieces
 from pce_mpi.conformance.problems.problem import row_name
-from pce_mpi.conformance.reports.tables import Cell, table
+from pce_mpi.conformance.reports.terminal import wrapped
 from pce_mpi.conformance.text import visible
-from pce_mpi.text import bounded
+from pce_mpi.text import Cell, bounded, table
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _WORST = 10
 _MOST_TEXT = 2_000
-_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,13 +43,8 @@ num_classes and logits_dtype. docs/recordings.md has a recorder for torch.
 
 Exit status: 0 if all numbers are right, 1 if some are wrong, 2 if a file is malformed."""
     parser.add_argument("recording", type=Path, metavar="DUMP", help="the recording to judge")
-    parser.add_argument(
-        "rollout",
-        type=Path,
-        nargs="?",
-        metavar="ROLLOUT",
-        help="a recording of the log-probabilities of the same tokens elsewhere: what the differences come from",
-    )
+    rollout = "a recording of the log-probabilities of the same tokens elsewhere: what the differences come from"
+    parser.add_argument("rollout", type=Path, nargs="?", metavar="ROLLOUT", help=rollout)
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
@@ -99,9 +92,7 @@ def _report(recording: Recording, judged: Judged) -> Iterator[str]:
     if rows:
         yield table([heads, *rows])
     for finding in judged.findings:
-        yield textwrap.fill(
-            f"FAIL {finding.text}", _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
+        yield wrapped("", f"FAIL {finding.text}", indent="  ")
     yield "wrong" if judged.findings else "right"
 
 
@@ -123,7 +114,7 @@ def _table_of(recording: Recording, differences: Differences) -> Iterator[str]:
     if differences.unknown_head:
         yield differences.unknown_head
     if text := differences.explanation():
-        yield textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+        yield wrapped("", text)
     sizes = np.nan_to_num(np.abs(differences.whole[counted]), nan=np.inf)
     worst = counted[np.argsort(-sizes, kind="stable")[:_WORST]]
     lines: list[Sequence[Cell]] = [

@@ -36,20 +36,14 @@ A file has a function `program`, or another that is named, which takes a mesh an
 The table has, for the rank that puts in most, the calls and the bytes of each phase, cause and dim. A link for every
 dim, as `bench --collectives` measures it, adds estimated seconds. PCE_MPI_REPRODUCIBLE=1 rehearses that arithmetic.
 Exit status: 0; 2 if the program cannot be loaded, or raises an error, which is shown with the program's line."""
-    parser.add_argument("program", metavar="FILE[:FUNCTION]", help="a file of Python, and the function in it")
-    parser.add_argument(
-        "--mesh", type=mesh_sizes, required=True, metavar="DIM=N,...", help="dims and sizes, such as data=512,model=8"
-    )
-    parser.add_argument("--arguments", type=words, default=[], metavar="TEXT", help="the program's own command line")
-    parser.add_argument(
-        "--link",
-        type=link,
-        action="append",
-        default=[],
-        metavar="DIM=S,B",
-        help="for a dim, the seconds of a small collective and the bytes a second from a rank; may be repeated",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON rather than text")
+    add = parser.add_argument
+    add("program", metavar="FILE[:FUNCTION]", help="a file of Python, and the function in it")
+    sizes = "dims and sizes, such as data=512,model=8"
+    add("--mesh", type=mesh_sizes, required=True, metavar="DIM=N,...", help=sizes)
+    add("--arguments", type=words, default=[], metavar="TEXT", help="the program's own command line")
+    links = "for a dim, the seconds of a small collective and the bytes a second from a rank; may be repeated"
+    add("--link", type=link, action="append", default=[], metavar="DIM=S,B", help=links)
+    add("--json", action="store_true", help="print JSON rather than text")
 
 
 def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:

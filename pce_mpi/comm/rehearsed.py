@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from pce_mpi.comm.tracing import Event, Purpose, Start, Trace, aligned, cause, open_traces, record
+from pce_mpi.comm.tracing import Event, Purpose, Start, Trace, cause, open_traces, record
+from pce_mpi.text import aligned
 
 
 class Link(NamedTuple):
@@ -83,7 +84,7 @@ class Rehearsal(Trace):
         sizes = ", ".join(f"{dim}={size}" for dim, size in self.mesh.items())
         sent = [[_text(cell) for cell in row] for row in self.rows()]
         kept = [("kept by a rank, at most", "bytes"), *((what, _text(size)) for what, size in self.memory.items())]
-        parts = [f"on {sizes}, each rank at most:", aligned(sent, right=4), aligned(kept, right=1)]
+        parts = [f"on {sizes}, each rank at most:", aligned(sent, {4, 5, 6}), aligned(kept, {1})]
         if self.links:
             parts.append(f"estimated seconds of all collectives, one after the other: {self.seconds:.3g}")
         return "\n\n".join(parts)

@@ -23,6 +23,7 @@ import json
 from typing import TYPE_CHECKING, Any, Self
 
 from pce_mpi.svg import new_figure, svg_or_none
+from pce_mpi.text import aligned
 from pce_mpi.validation import flag
 
 if TYPE_CHECKING:
@@ -181,19 +182,6 @@ class Trace:
             values = asdict(event) | {"calls": calls, "bytes": calls * event.bytes}
             rows.append([str(values[name]) for name in names])
         return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]], right: int | None = None) -> str:
-    """Return the rows of a table as lines; the columns from number `right` on are aligned right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    to_left = [right is None or column < right for column in range(len(widths))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(row, widths, to_left, strict=True)
-        ).rstrip()
-        for row in rows
-    )
 
 
 Listener = Callable[[str, Any], object]

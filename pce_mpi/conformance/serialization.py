@@ -1,7 +1,5 @@
 """Dataclasses as the types of JSON, and back, by the annotations of their fields."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from enum import EnumType
 from functools import cache

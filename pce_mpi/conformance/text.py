@@ -1,7 +1,5 @@
 """Text for people to read, as that of a candidate may be of any kind, and the line of a stack that is its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 import re

@@ -3,8 +3,6 @@
 To other plugins of pytest the reports that come from the ranks are its own, as those of pytest-xdist's workers are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
 import os
@@ -308,13 +306,11 @@ class _Course:
 
     def _stacks(self, ranks: Iterable[int], what: str) -> list[list[Any]]:
         """Return where these ranks are, without the frames of pytest."""
-        ranks_by_stack: dict[str, list[int]] = {}
+        on_stack: dict[str, list[int]] = {}
         for rank in ranks:
             lines = self._job.stack(rank).splitlines()[1:]
-            ranks_by_stack.setdefault(own_stack(lines) if lines else "does not answer", []).append(rank)
-        return [
-            [f"{what}, {ranks_text(ranks)} of {self._job.ranks}", stack, ""] for stack, ranks in ranks_by_stack.items()
-        ]
+            on_stack.setdefault(own_stack(lines) if lines else "does not answer", []).append(rank)
+        return [[f"{what}, {ranks_text(on)} of {self._job.ranks}", stack, ""] for stack, on in on_stack.items()]
 
     # Output.
 

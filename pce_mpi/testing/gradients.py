@@ -1,7 +1,5 @@
 """Gradients of functions on distributed arrays, against finite differences, at every placement of the operands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from math import prod
@@ -19,15 +17,14 @@ from pce_mpi.distributed.array import DistArray, described
 from pce_mpi.distributed.mesh import Mesh, check_mesh
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.testing.assertions import not_negative, real_array
+from pce_mpi.testing.assertions import Together, not_negative, real_array
 from pce_mpi.testing.placing import alone, local_of, placements_of
-from pce_mpi.testing.together import Together
 from pce_mpi.ulps import distances
 from pce_mpi.validation import integer
 
 Array = np.ndarray[Any, Any]
 
-__tracebackhide__ = True  # as in together.py
+__tracebackhide__ = True  # as in assertions.py
 Function = Callable[..., Any]
 
 # A power of two, so that numbers and the direction are added without rounding: close to eps**(1/3).
@@ -159,12 +156,7 @@ class _Check:
         self._upstream = [np.where(np.isfinite(x), normal_numbers(rng, x.shape), 0.0) for x in self._results]
         self._size = max([1.0, *(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in self._results)])
         self._probes = [
-            (
-                number,
-                text,
-                direction,
-                slope(lambda *y: projected(plain(*y), self._upstream), operands, number, direction),
-            )
+            (number, text, direction, slope(loss, operands, number, direction))
             for number, x in enumerate(operands)
             if x.dtype == np.float64
             for text, direction in _directions(x, elements, rng)

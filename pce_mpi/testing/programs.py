@@ -16,9 +16,8 @@ from pce_mpi.comm.program import current_line
 from pce_mpi.comm.tracing import current_phase, current_scope, listening
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
-from pce_mpi.testing.assertions import leaves, not_negative, other_bits
+from pce_mpi.testing.assertions import Place, Together, elements_off, held_by, leaves, not_negative, other_bits, part_of
 from pce_mpi.testing.placing import alone
-from pce_mpi.testing.together import Place, Together, elements_off, held_by, part_of
 from pce_mpi.ulps import distances, ulp
 from pce_mpi.validation import flag
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-__tracebackhide__ = True  # as in together.py
+__tracebackhide__ = True  # as in assertions.py
 
 
 @telling

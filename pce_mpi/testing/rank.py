@@ -1,7 +1,5 @@
 """One rank of a session of pytest: `python -m pce_mpi.testing.rank FOLDER RANKS`, where FOLDER has the `Orders`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 import signal

@@ -1,7 +1,5 @@
 """The numbers of ranks at which a test runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 import math
 import re

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from conformance.command import conformance
 from pce_mpi.conformance.judging.outcomes import Verdict
-from pce_mpi.conformance.offline import bit_vectors, vectors
+from pce_mpi.conformance.offline import vectors
 
 DIGESTS = Path(__file__).with_suffix(".json")
 
@@ -18,7 +18,7 @@ DIGESTS = Path(__file__).with_suffix(".json")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("bits")
-    assert bit_vectors.export(path) == len(index(path)["vectors"]) > 200
+    assert vectors.export_bits(path) == len(index(path)["vectors"]) > 200
     return path
 
 
@@ -48,7 +48,7 @@ def digest_of(arrays):
 
 
 def test_bits_of_vectors_are_the_committed_ones():
-    digests = {entry.name: digest_of(tensors.values()) for entry, tensors in bit_vectors.vectors()}
+    digests = {entry.name: digest_of(tensors.values()) for entry, tensors in vectors.bit_vectors()}
     assert digests == json.loads(DIGESTS.read_text()), "if bits are to change: a new VERSION in elementary.py"
 
 

@@ -9,7 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from pce_mpi.conformance.offline import bit_vectors
+from pce_mpi.conformance.offline.vectors import export_bits
 
 SOURCE = Path(__file__).with_name("bits.c")
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
@@ -76,7 +76,7 @@ def program(tmp_path_factory):
 def exported(tmp_path_factory):
     """The vectors in the index, and the tensors of each."""
     folder = tmp_path_factory.mktemp("vectors")
-    bit_vectors.export(folder)
+    export_bits(folder)
     vectors = json.loads((folder / "index.json").read_text())["vectors"]
     return vectors, [load(folder / vector["file"]) for vector in vectors]
 

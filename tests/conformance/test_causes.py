@@ -1,8 +1,7 @@
 """The choice of causes by all failures of a run."""
 
 from pce_mpi.conformance.candidates.offers import Offer
-from pce_mpi.conformance.judging.causes import agree
-from pce_mpi.conformance.judging.outcomes import Fault, Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.judging.outcomes import Fault, Finding, Outcome, Report, Verdict, agree
 from pce_mpi.conformance.reports.summary import by_cause
 
 

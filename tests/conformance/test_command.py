@@ -19,7 +19,7 @@ from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.problems.cases import DTYPES
 from pce_mpi.conformance.problems.kinds import KINDS
-from pce_mpi.conformance.runs.batches import DEFAULT_TIMEOUT, rerun_command
+from pce_mpi.conformance.runs.launches import DEFAULT_TIMEOUT, rerun_command
 from pce_mpi.conformance.runs.orders import Orders
 from pce_mpi.jobs.mpiexec import LaunchError, mpiexec
 from pce_mpi.jobs.patience import slowdown, wait_until

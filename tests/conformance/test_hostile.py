@@ -14,7 +14,7 @@ from jobs.launch import ROOT, complete
 from pce_mpi.cli import main
 from pce_mpi.conformance.judging.outcomes import Outcome, Verdict
 from pce_mpi.conformance.reports import json_file
-from pce_mpi.conformance.runs.following import Launch, Run
+from pce_mpi.conformance.runs.launches import Launch, Run
 from pce_mpi.conformance.runs.orders import Orders
 from pce_mpi.conformance.serialization import to_json
 from pce_mpi.jobs.journal import Follower, Journal, beginnings

@@ -18,14 +18,13 @@ from jobs.launch import ROOT, complete, launch
 from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
 from pce_mpi.cli import judge
-from pce_mpi.conformance.judging.comparing import Losses
+from pce_mpi.conformance.judging.comparing import Losses, Tolerance
 from pce_mpi.conformance.offline import recording_errors, recordings
 from pce_mpi.conformance.offline.logprob_differences import PARTS, Differences
 from pce_mpi.conformance.offline.recording_errors import Judge
 from pce_mpi.conformance.offline.recordings import Recording
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.problem import Problem
-from pce_mpi.conformance.problems.tolerances import Tolerance
 
 ROWS, CLASSES, RANKS = (2, 3), 10, 2
 SPLITS = (0, 4, 10)

@@ -14,8 +14,9 @@ from conformance.test_reports import FAIL, PASS, outcome, report
 from jobs.launch import complete
 from pce_mpi.cli import main
 from pce_mpi.conformance.judging.outcomes import Finding, Verdict
-from pce_mpi.conformance.reports import files, json_file
+from pce_mpi.conformance.reports import json_file
 from pce_mpi.conformance.text import error_text
+from pce_mpi.temporary_files import replace_file
 
 SURROGATE = outcome("nan/row", Verdict.REFUSED, ("raised", "ValueError: half a pair \udcff \x1b]0;title\x07 \x9b2J"))
 SENTENCE = "2 of 3 cases failed"
@@ -80,12 +81,12 @@ def test_links_modes_and_pipes_stay(tmp_path):
     target.write_text("older")
     target.chmod(0o640)
     link.symlink_to(target)
-    files.write(link, "newer")
+    replace_file(link, "newer")
     assert link.is_symlink() and target.read_text() == "newer"
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    files.write(pipe, "newer")
+    replace_file(pipe, "newer")
     assert os.read(reader, 10) == b"newer" and pipe.is_fifo()
     os.close(reader)
 
@@ -147,16 +148,3 @@ def test_output_of_crashed_candidate_is_bounded_and_escaped(tmp_path):
     for text in (run.stdout, run.stderr):
         assert "died of SIGSEGV" in text and len(text) < 10_000 and "\x1b" not in text
     assert (tmp_path / "it.html").stat().st_size < 50_000
-
-
-def test_picture_that_fails_midway_keeps_earlier_one(tmp_path):
-    class Broken:
-        def savefig(self, file, **_):
-            file.write(b"half")
-            raise MemoryError
-
-    path = tmp_path / "a.png"
-    path.write_bytes(b"earlier")
-    with pytest.raises(MemoryError):
-        files.write_figure(path, Broken())
-    assert [(path, b"earlier")] == [(each, each.read_bytes()) for each in tmp_path.iterdir()]

@@ -20,7 +20,7 @@ from pce_mpi.conformance.candidates.catalogue import cases, catalogue
 from pce_mpi.conformance.candidates.fitting import unmet_need
 from pce_mpi.conformance.candidates.offers import EVERYTHING, Offer
 from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
-from pce_mpi.conformance.reports import html, json_file, junit, markdown, pictures, terminal
+from pce_mpi.conformance.reports import html, json_file, junit, markdown, terminal
 
 # Text that would break the page, the table or the terminal, if it were not escaped.
 HOSTILE = "</p><script>alert(1)</script> *not* _this_ | `that` $x$ & more"
@@ -317,7 +317,7 @@ def test_page_and_pictures_have_dark_and_light_colors():
 
 
 def test_picture_has_colored_pixel_for_each_error():
-    picture = pictures.drawn(FAIL.picture, "picture")
+    picture = html.drawn(FAIL.picture, "picture")
     images = re.findall(r"data:image/png;base64,([^\"]*)", picture)
     decoded = [imread(io.BytesIO(base64.b64decode(each))) for each in images]
     image = next(each for each in decoded if each.shape[:2] == (2, 8))
@@ -329,7 +329,7 @@ def test_picture_has_colored_pixel_for_each_error():
 
 
 def test_picture_shows_the_sign_of_errors():
-    picture = pictures.drawn(ErrorMap([[50.0, -50.0, 0.5]], [0.0, 3.0], 1, 3, []), "picture")
+    picture = html.drawn(ErrorMap([[50.0, -50.0, 0.5]], [0.0, 3.0], 1, 3, []), "picture")
     images = re.findall(r"data:image/png;base64,([^\"]*)", picture)
     image = next(each for each in (imread(io.BytesIO(base64.b64decode(one))) for one in images) if each.shape[1] == 3)
     red, blue = image[0, :, 0], image[0, :, 2]
@@ -338,7 +338,7 @@ def test_picture_shows_the_sign_of_errors():
 
 @pytest.mark.parametrize("largest", [3.0, 1e3, 1e9])
 def test_scale_of_picture_ends_at_largest_error(largest):
-    root = ElementTree.fromstring(pictures.drawn(ErrorMap([[largest, -1.0, 0.0]], [0.0, 3.0], 1, 3, []), "picture"))
+    root = ElementTree.fromstring(html.drawn(ErrorMap([[largest, -1.0, 0.0]], [0.0, 3.0], 1, 3, []), "picture"))
     ticks = [float(word.replace("\N{MINUS SIGN}", "-")) for word in words_in(root) if re.fullmatch(r"[-\d.e+]+", word)]
     assert max(ticks) == max(largest, 10.0)
 
@@ -354,7 +354,7 @@ def words_in(root):
 
 
 def test_picture_names_ranks_and_marks_targets():
-    root = ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture"))
+    root = ElementTree.fromstring(html.drawn(FAIL.picture, "picture"))
     words = words_in(root)
     assert "rank 0" in words and "rank 2" in words and "rank 1" not in words
     groups = {each.get("id"): each for each in root.iter("{http://www.w3.org/2000/svg}g")}
@@ -363,14 +363,14 @@ def test_picture_names_ranks_and_marks_targets():
 
 
 def test_picture_has_title_and_labels():
-    words = words_in(ElementTree.fromstring(pictures.drawn(FAIL.picture, "picture")))
+    words = words_in(ElementTree.fromstring(html.drawn(FAIL.picture, "picture")))
     legend = ["border of two shards", "target of the row"]
     for text in ["Error of the gradient, in units of what is allowed", "class", "row", "error / allowed", *legend]:
         assert words.count(text) == 1, text
 
 
 def test_picture_of_one_row_numbers_it():
-    root = ElementTree.fromstring(pictures.drawn(ErrorMap([[5.0, 1.0]], [0.0, 2.0], 1, 2, []), "picture"))
+    root = ElementTree.fromstring(html.drawn(ErrorMap([[5.0, 1.0]], [0.0, 2.0], 1, 2, []), "picture"))
     words = words_in(root)
     assert [word for word in words if "." in word] == []
 
@@ -378,7 +378,7 @@ def test_picture_of_one_row_numbers_it():
 @pytest.mark.parametrize("errors", [[[5.0]], [[0.0]], [[math.nan, math.inf]]], ids=str)
 def test_smallest_pictures_can_be_drawn(errors):
     picture = ErrorMap(errors, [0.0, float(len(errors[0]))], 1, len(errors[0]), [])
-    assert pictures.drawn(picture, "picture").startswith("<svg")
+    assert html.drawn(picture, "picture").startswith("<svg")
 
 
 def test_junit_distinguishes_failures_errors_and_skipped():

@@ -12,7 +12,7 @@ import pytest
 from cuda_on_host.module import RawModule
 from jobs.launch import ROOT
 import pce_mpi as pce
-from pce_mpi.conformance.offline import bit_vectors
+from pce_mpi.conformance.offline import vectors
 from pce_mpi.kernels.compilation import OPTIONS
 import strict_cupy
 
@@ -76,7 +76,7 @@ def program(tmp_path_factory):
     command = [compiler, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-ffp-contract=off"]
     command += [f"-I{pce.get_include()}", folder / "loss.cpp", "-o", folder / "loss"]
     subprocess.run(command, check=True)
-    bit_vectors.export(folder)
+    vectors.export_bits(folder)
     return folder / "loss", sorted((folder / "float32" / "plain").glob("*.safetensors"))
 
 

@@ -12,10 +12,9 @@ import pytest
 from jobs.launch import ROOT, complete
 from pce_mpi import dense as dense_loss
 from pce_mpi.conformance import Gradient, Offer, cases, load, offers, run_case
-from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted, named_candidate
+from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted
 from pce_mpi.conformance.candidates.adapters.torch_tensors import ProcessGroup
-from pce_mpi.conformance.judging.causes import agree
-from pce_mpi.conformance.judging.outcomes import Report
+from pce_mpi.conformance.judging.outcomes import Report, agree
 from pce_mpi.conformance.problems.cases import REDUCTIONS
 from pce_mpi.conformance.reports import summary
 
@@ -52,13 +51,11 @@ def test_frameworks_and_mpi_are_imported_when_needed():
     program = """
         import sys
 
-        from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
-        from pce_mpi.conformance.candidates.adapters import adapted, named_candidate
+        from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted
 
         def function(logits, targets, group): ...
 
-        made = [named_candidate(name) for name in NAMED_CANDIDATES]
-        made += [adapted(name, function) for name in FUNCTION_ADAPTERS]
+        made = [*NAMED_CANDIDATES.values(), *(adapted(name, function) for name in FUNCTION_ADAPTERS)]
         print(len(made), *sorted({"torch", "jax", "mpi4py.MPI"} & set(sys.modules)))
         """
     done = complete([sys.executable, "-c", textwrap.dedent(program)])
@@ -66,8 +63,6 @@ def test_frameworks_and_mpi_are_imported_when_needed():
 
 
 def test_unknown_name_is_answered_with_known_ones():
-    with pytest.raises(ValueError, match=r"no candidate 'torch'; there are pce, pce-value-and-grad"):
-        named_candidate("torch")
     with pytest.raises(ValueError, match="no adapter 'torch'; there are torch-shards, jax-shard-map"):
         adapted("torch", failures)
 

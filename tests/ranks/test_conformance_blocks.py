@@ -7,8 +7,7 @@ from candidates.wild import distillation
 from candidates.wrong import options, shards, steps, textbook
 from pce_mpi.conformance.candidates.catalogue import cases
 from pce_mpi.conformance.candidates.offers import offer_of
-from pce_mpi.conformance.judging.causes import agree
-from pce_mpi.conformance.judging.outcomes import Report
+from pce_mpi.conformance.judging.outcomes import Report, agree
 from pce_mpi.conformance.problems import kinds
 from pce_mpi.conformance.reports import summary
 from pce_mpi.conformance.runs.running import run_case

@@ -11,8 +11,8 @@ from pce_mpi.conformance import offers
 from pce_mpi.conformance.candidates.catalogue import cases, catalogue
 from pce_mpi.conformance.candidates.fitting import unmet_need
 from pce_mpi.conformance.candidates.offers import Offer, offer_of
+from pce_mpi.conformance.judging.comparing import Tolerance
 from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
-from pce_mpi.conformance.problems.tolerances import Tolerance
 from pce_mpi.conformance.reports.summary import facts, hint
 from pce_mpi.conformance.runs.running import run_case
 

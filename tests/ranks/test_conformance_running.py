@@ -13,7 +13,7 @@ from candidates.wrong.probabilities import ProbabilitiesSumTo1
 from candidates.wrong.rows import ClassNumbersInUint8
 import pce_mpi as pce
 from pce_mpi.conformance import Gradient, Offer, Tolerance, Verdict, assert_conforms, cases, offers, run_case
-from pce_mpi.conformance.candidates.adapters import named_candidate
+from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES
 from pce_mpi.conformance.candidates.catalogue import catalogue, shapes
 from pce_mpi.conformance.problems.cases import OPTIONS, REDUCTIONS
 
@@ -67,7 +67,7 @@ BACKWARD = Offer(gradient=Gradient.BACKWARD, reductions=REDUCTIONS)
 
 @pytest.mark.parametrize("name", ["pce", "pce-value-and-grad"])
 def test_own_functions_pass_strictly(comm, name):
-    candidate = named_candidate(name)
+    candidate = NAMED_CANDIDATES[name]
     # All rows are on every rank: one rank shows what very many of them do.
     chosen = [case for case in cases(candidate) if comm.size == 1 or case.family != "many-rows"]
     outcomes = [run_case(candidate, case, comm, tolerance=STRICT) for case in chosen]

@@ -8,8 +8,8 @@ from candidates.wild import support as wild
 import pce_mpi as pce
 from pce_mpi.conformance import offers
 from pce_mpi.conformance.candidates.catalogue import cases
+from pce_mpi.conformance.judging.comparing import Tolerance
 from pce_mpi.conformance.judging.outcomes import Verdict
-from pce_mpi.conformance.problems.tolerances import Tolerance
 from pce_mpi.conformance.runs.running import run_case
 
 

@@ -1,7 +1,5 @@
 """A case for an offer: the first need that the offer lacks, and the problem in its conventions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import get_args
@@ -9,10 +7,9 @@ from typing import get_args
 import numpy as np
 
 from pce_mpi.conformance.candidates.offers import Offer
-from pce_mpi.conformance.problems.cases import CONVENTIONS, Case, Gradient, Needs, Setting, Shards
+from pce_mpi.conformance.problems.cases import CONVENTIONS, Case, Gradient, Needs, Setting, Shards, has_dtype
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.problem import Problem
-from pce_mpi.conformance.problems.tolerances import has_dtype
 
 
 def dims_for(offer: Offer, needs: Needs) -> int | None:

@@ -1,7 +1,5 @@
 """Import a candidate by its name; check that it can be called."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.judging.localization import inexact_and_rounded, place_of_gradient, place_of_loss, rounded_to
+from pce_mpi.conformance.judging.comparing import Product, coarsest, finest
 from pce_mpi.conformance.judging.outcomes import Fault
-from pce_mpi.conformance.judging.products import Product
+from pce_mpi.conformance.problems.cases import has_dtype
 from pce_mpi.conformance.problems.kinds import KINDS
-from pce_mpi.conformance.problems.kinds.factors import factors
+from pce_mpi.conformance.problems.kinds.sharding import factors
 from pce_mpi.conformance.problems.problem import Array, Kind, Problem
 from pce_mpi.conformance.problems.textbook import Answer, Faults, Given, Textbook
-from pce_mpi.conformance.problems.tolerances import coarsest, finest
 
 # An answer is that of a fault if it is this much closer to it than to the truth, one number alone so much more ...
 _CLOSER, _ALONE = 8.0, 256.0
@@ -60,9 +59,8 @@ def explain(
         quantities = [_of_losses(book, losses, wrong_losses)]
         if dlogits is not None:
             quantities.append(_of_gradient(book, dlogits, wrong_dlogits))
-        evidence = _Evidence(
-            book, declared, quantities, [_of_product(problem, each, declared.negates is not None) for each in products]
-        )
+        of_products = [_of_product(problem, each, declared.negates is not None) for each in products]
+        evidence = _Evidence(book, declared, quantities, of_products)
         explanations = (explainer(evidence) for explainer in _EXPLAINERS)
         return next((faults for faults in explanations if faults is not None), [])
 
@@ -123,7 +121,7 @@ def _nothing_wrong(evidence: _Evidence) -> list[Fault] | None:
 def _another_kind(evidence: _Evidence) -> list[Fault] | None:
     """Tell what to declare if these are the right numbers of another kind of candidate."""
     problem, declared = evidence.book.problem, evidence.declared
-    if not problem.with_numbers or not any(each.distance(each.truth) > each.close for each in evidence.quantities):
+    if not problem.with_numbers or not any(each.error > each.close for each in evidence.quantities):
         return None
     arrays = tuple(name for name in declared.arrays if name != "targets")
     for kind in KINDS.values():
@@ -197,7 +195,7 @@ def _explaining(wrong: Sequence[_Quantity], faults: Faults) -> list[tuple[str, A
 
 def _by_exact_test(book: Textbook, q: _Quantity) -> Fault | None:
     """Return what an exact test tells of a quantity."""
-    if q.got.any() and q.dtype == book.problem.dtype.name and (text := rounded_to(*q.beside_truth)):
+    if q.got.any() and q.dtype == book.problem.dtype.name and (text := _rounded_to(q)):
         return Fault([text])
     if told := book.problem.kind.tell(book, q.name, q.got):
         alike = told.alike if told.causes else 0
@@ -249,10 +247,10 @@ class _Quantity:
         """True if all numbers are equal, as those of a mean."""
         return len(np.unique(self.got)) == 1
 
-    @property
-    def beside_truth(self) -> tuple[str, str, Array, Array, float]:
-        """Its name and dtype, the numbers, the right ones and the distance of both."""
-        return self.name, self.dtype, self.got, self.truth, self.distance(self.truth)
+    @cached_property
+    def error(self) -> float:
+        """The distance from the right numbers."""
+        return self.distance(self.truth)
 
     def distance(self, other: Array) -> float:
         """Return the largest difference from `other`, relative to the sizes of the numbers."""
@@ -280,13 +278,15 @@ class _Quantity:
         if not self.wrong.any():
             return True
         # Beside the floor, any two numbers near 0 are close, by coincidence.
-        if (
-            self.is_one
-            and self.name == "loss"
-            and (np.abs(self.got - self.part(answer)) * _CLOSER > np.abs(self.got)).any()
-        ):
-            return False
-        return distance * (_ALONE if lone and self.is_one else _CLOSER) <= self.distance(self.truth) > 0.0
+        if self.name == "loss" and self.is_one:
+            if (np.abs(self.got - self.part(answer)) * _CLOSER > np.abs(self.got)).any():
+                return False
+        return distance * (_ALONE if lone and self.is_one else _CLOSER) <= self.error > 0.0
+
+    def is_nearly(self, numbers: Array) -> bool:
+        """Return True if the numbers are these, but for rounding in another order, and not the right ones."""
+        distance = self.distance(numbers)
+        return distance <= self.close and distance * _CLOSER <= self.error
 
     def _has_bits_of(self, other: Array) -> bool:
         """Return True for halves of other bits than are due, and of those of `other`, but for rare ones.
@@ -339,11 +339,11 @@ def _of_product(problem: Problem, product: Product, negated: bool) -> _Quantity:
     def flat(numbers: Array) -> Array:
         return np.asarray(numbers.reshape(-1, numbers.shape[-1]))
 
-    got, mask, none = (
-        flat(each) for each in (sign * product.numbers, product.wrong, np.zeros(product.wrong.shape, np.bool_))
-    )
+    got, mask = flat(sign * product.numbers), flat(product.wrong)
     truth = flat(product.of(problem.row_major(problem.expected[1])))
-    quantity = _quantity("product", problem.dtype.name, got, truth, mask, problem.dtype, flat(product.slack), none)
+    quantity = _quantity(
+        "product", problem.dtype.name, got, truth, mask, problem.dtype, flat(product.slack), np.zeros_like(mask)
+    )
     return replace(quantity, of=lambda gradient: flat(product.of(gradient)))
 
 
@@ -400,14 +400,180 @@ def _factor(book: Textbook, q: _Quantity) -> Fault | None:
 
 
 def _place(book: Textbook, q: _Quantity) -> str | None:
-    place = place_of_gradient if q.name == "gradient" else place_of_loss
-
-    def close(numbers: Array) -> bool:
-        distance = q.distance(numbers)
-        return distance <= q.close and distance * _CLOSER <= q.distance(q.truth)
-
-    return inexact_and_rounded(*q.beside_truth) or place(book, q.got, q.truth, q.wrong, close)
+    return _inexact_and_rounded(q) or (_place_of_gradient if q.name == "gradient" else _place_of_loss)(book, q)
 
 
 def _eps(dtype: Any) -> float:
     return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
+
+
+# Errors that no known fault gives: by exact relations to the right numbers, and by their place.
+
+# This many right rows or classes before all wrong ones are no accident.
+_LEADING = 32
+# Coarser dtypes, in which every entry may be representable, by the dtype of the numbers; and the error of a rounding.
+_COARSER = {"float64": ("bfloat16", "float16", "float32"), "float32": ("bfloat16", "float16")}
+_ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+# So many different numbers with more bits in their fractions than that are of a coarser dtype by no accident. A
+# number further from the truth than `_FAR` has another fault, which matters more.
+_NUMBERS, _BITS, _FAR = 4, 4, 2.0**-4
+
+
+def _rounded_to(q: _Quantity) -> str | None:
+    """Return the dtype, coarser than their own, that all numbers are rounded to, in a sentence; None if none is."""
+    every = "every entry of " * (q.got.shape[-1] > 1)
+    for narrow in _kept_by(q):
+        if q.error <= 1.1 * _ROUNDING[narrow]:  # half an ulp of rounding, and the candidate's own arithmetic
+            return f"{every}the {q.name} is rounded to {narrow}"
+        if narrow == "float32" and q.error <= 2.0**-10:  # 29 bits that are 0 are no accident
+            return f"{every}the {q.name} is computed in {narrow}"
+    return None
+
+
+def _inexact_and_rounded(q: _Quantity) -> str | None:
+    """Return that all numbers are rounded to a dtype coarser than their own, whatever else they are, in a sentence."""
+    fractions = np.frexp(np.unique(q.got[np.isfinite(q.got)]))[0] * 2.0**_BITS
+    if np.count_nonzero(fractions % 1.0) < _NUMBERS or q.error > _FAR:
+        return None
+    for narrow in _kept_by(q):
+        before = ", and was inexact before" * (q.error > 1.1 * _ROUNDING[narrow])
+        return f"every entry of the {q.name} is rounded to {narrow}{before}"
+    return None
+
+
+def _kept_by(q: _Quantity) -> Iterator[str]:
+    """Yield the dtypes coarser than their own that have all numbers, and not all right ones."""
+    finite, due = np.isfinite(q.got), q.truth.astype(dtype_named(q.dtype)).astype(np.float64)
+    for narrow in filter(has_dtype, _COARSER.get(q.dtype, ())):
+        rounded, right = (each.astype(dtype_named(narrow)).astype(np.float64) for each in (q.got, q.truth))
+        if (rounded == q.got)[finite].all() and not (right == due)[finite].all():
+            yield narrow
+
+
+def _place_of_loss(b: Textbook, q: _Quantity) -> str | None:
+    """Describe the errors of losses (ranks, numbers); None if they have no pattern."""
+    ranks = np.flatnonzero(q.wrong.any(axis=-1))
+    where = [f"on {_some('rank', ranks)} only"] if len(ranks) < len(q.got) else []
+    rows = q.wrong[ranks[0]]
+    if b.problem.reduction == "none" and not rows.all():
+        where += _smallest(rows, _rows(b)) or [f"in {_some('row', np.flatnonzero(rows))}"]
+    only = np.zeros_like(q.wrong)
+    only[ranks[0]] = rows
+    return _sentence("loss", where, _relation(b, q, only))
+
+
+def _place_of_gradient(b: Textbook, q: _Quantity) -> str | None:
+    """Describe the errors of a gradient (rows, classes); None if they have no pattern."""
+    where = [] if q.wrong.all() else _smallest(q.wrong, _entries(b, q.truth))
+    return _sentence("gradient", where, _relation(b, q, q.wrong))
+
+
+def _sentence(name: str, where: list[str], relation: str) -> str | None:
+    if not where and not relation:
+        return None
+    return " ".join([f"the {name} is wrong", *where]) + (f": {relation}" if relation else "")
+
+
+def _relation(b: Textbook, q: _Quantity, wrong: Array) -> str:
+    """Return the relation of these wrong numbers to the right ones, "" if there is none."""
+    these, right = q.got[wrong], q.truth[wrong]
+    if np.isnan(these).all():
+        return "nan" + " in rows that have a logit of -inf" * bool((b.x == -np.inf).any(axis=-1).all())
+    if not np.isfinite(these).all() or not np.isfinite(right).all():
+        return ""
+    if not these.any():
+        return f"0 where numbers up to {np.abs(right).max(initial=0.0):.3g} are due"
+    largest = int(np.argmax(np.abs(right)))
+    factor = float(these[largest] / right[largest]) if right[largest] else np.nan
+    if np.isfinite(factor) and q.is_nearly(np.where(wrong, factor * q.truth, q.got)):
+        meaning = _times(factor, b)
+        if meaning or these.size > 1:
+            return meaning or f"{factor:.4g} times what is due" * (abs(factor - 1.0) > 0.01)
+    offset = float(these[largest] - right[largest])
+    if q.name == "loss" and q.is_nearly(np.where(wrong, q.truth + offset, q.got)):
+        meaning = _constant(abs(offset), b)
+        if meaning or these.size > 1:
+            return f"off by the constant {offset:.6g}{meaning}"
+    return ""
+
+
+def _times(factor: float, b: Textbook) -> str:
+    """Explain a factor, "" if it has no meaning."""
+    if np.isclose(factor, -1.0, rtol=1e-5):
+        return "of the opposite sign"
+    for number, what in ((b.problem.ranks, "ranks"), (b.problem.rows, "rows")):
+        for times, side in ((factor, "large"), (1.0 / factor, "small")):
+            if number > 1 and np.isclose(times, number, rtol=1e-5):
+                return f"{times:.4g} times too {side}, the number of {what}"
+    return ""
+
+
+def _constant(size: float, b: Textbook) -> str:
+    for number, what in ((b.problem.ranks, "the number of ranks"), (b.problem.classes, "the number of classes")):
+        if number > 1 and np.isclose(size, np.log(number), rtol=1e-5):
+            return f" = log({number}), {what}"
+    return ""
+
+
+def _entries(b: Textbook, truth: Array) -> Iterator[tuple[str, Array]]:
+    """Yield sets of entries of the gradient, with a name."""
+    problem = b.problem
+    shape = b.p.shape
+    target = b.q != 0
+    if problem.with_numbers:
+        yield "at the targets only", target
+        yield "everywhere but at the targets", ~target
+    owned = np.zeros(shape, np.bool_)
+    first, last = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+    for rank in range(problem.ranks):
+        shard = b.in_shard(rank)
+        owned |= b.owns(rank)[:, None] & shard
+        yield f"on rank {rank} only", np.broadcast_to(shard, shape)
+        if truth[:, shard].any():  # else it cannot be wrong there
+            yield f"on all ranks but {rank}", np.broadcast_to(np.logical_not(shard), shape)
+        columns = np.flatnonzero(shard)
+        first[:, columns[:1]] = last[:, columns[-1:]] = True
+    if problem.with_numbers and problem.ranks > 1:
+        yield "on the shard that owns the target only", owned
+        yield "on the shards that do not own the target only", ~owned & b.valid[:, None]
+    yield "at the first class of each shard only", first
+    yield "at the last class of each shard only", last
+    yield "at logits of -inf only", b.x == -np.inf
+    for text, rows in _rows(b):
+        yield text, np.broadcast_to(rows[:, None], shape)
+
+
+def _rows(b: Textbook) -> Iterator[tuple[str, Array]]:
+    """Yield sets of rows, with a name."""
+    problem, splits = b.problem, np.array(b.problem.splits)
+    if problem.with_numbers:
+        yield "in ignored rows only", ~b.valid
+        yield "in rows that count", b.valid
+        yield "in rows whose target is the first class of a shard only", np.isin(b.t, splits[:-1])
+        yield "in rows whose target is the last class of a shard only", np.isin(b.t, splits[1:] - 1)
+        for rank in range(problem.ranks):
+            yield f"in rows whose target is on rank {rank} only", b.owns(rank)
+    special = ~np.isfinite(b.x)
+    yield "in rows with nan or infinite logits only", np.asarray(special.any(axis=-1))
+
+
+def _smallest(wrong: Array, sets: Iterator[tuple[str, Array]]) -> list[str]:
+    """Return the name of the smallest set, or side, that has all wrong numbers and is at least half wrong."""
+    sides = []
+    for axis, what in enumerate(("row", "class")[: wrong.ndim]):
+        start = int(wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != axis)).argmax())
+        if start >= _LEADING:
+            members = np.zeros_like(wrong)
+            members[(slice(None),) * axis + (slice(start, None),)] = True
+            sides.append((f"from {what} {start} on", members))
+    fitting = [
+        (int(members.sum()), text)
+        for text, members in (*sets, *sides)
+        if not (wrong & ~members).any() and not members.all() and 2 * wrong.sum() >= members.sum()
+    ]
+    return [min(fitting, key=lambda each: each[0])[1]] if fitting else []
+
+
+def _some(what: str, numbers: Array) -> str:
+    shown = ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+    return f"{what}{'s' * (len(numbers) > 1)} {shown}"

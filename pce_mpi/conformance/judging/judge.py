@@ -1,7 +1,5 @@
 """Judge the answers of all ranks, by the rules of `judging`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 import math
@@ -10,13 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pce_mpi.arrays import is_floating
-from pce_mpi.conformance.judging.bits import other_bits
-from pce_mpi.conformance.judging.comparing import Gradients, Losses
+from pce_mpi.conformance.judging.comparing import Gradients, Losses, Product, Tolerance, of_products, other_bits
 from pce_mpi.conformance.judging.diagnosis import explain
 from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding, together
-from pce_mpi.conformance.judging.products import Product, of_products
 from pce_mpi.conformance.problems.problem import Array, Problem
-from pce_mpi.conformance.problems.tolerances import Tolerance
 
 
 @dataclass(frozen=True)

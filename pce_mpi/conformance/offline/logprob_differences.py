@@ -6,18 +6,16 @@ and after each change differ by its part; the rest is neither's, or an error of 
 recording does not have are those of the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.offline.recorded_causes import LEAST_ROWS, fitted_sampling
+from pce_mpi.conformance.judging.comparing import coarsest
+from pce_mpi.conformance.offline.recording_errors import LEAST_ROWS, fitted_sampling, spread
 from pce_mpi.conformance.offline.recordings import LOGITS, Recording, each_piece, pieces
 from pce_mpi.conformance.problems.problem import Array
-from pce_mpi.conformance.problems.tolerances import coarsest
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss import class_statistics
 from pce_mpi.loss.nucleus import Limits, nucleus_of
@@ -83,8 +81,7 @@ class Differences:
     def explanation(self) -> str:
         """Say which options, not recorded, would explain the rest; '' if it is small. Looks at some tokens."""
         rest, known = self.parts["rest"], self._second.options
-        rows = np.flatnonzero(self.valid & np.isfinite(rest))
-        rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), max(_ROWS, LOGITS // self._classes))).astype(np.int64)]
+        rows = spread(np.flatnonzero(self.valid & np.isfinite(rest)), max(_ROWS, LOGITS // self._classes))
         size = float(np.abs(rest[rows]).mean()) if len(rows) else 0.0
         wanted = ["logit_scale"] * ("logit_scale" not in known) + ["top_p"] * (not known.keys() & set(Limits._fields))
         if size < _SMALL or len(rows) < LEAST_ROWS or not wanted:

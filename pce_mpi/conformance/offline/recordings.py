@@ -7,8 +7,6 @@ gradient is shaped as the logits, and that of the first of the three before it, 
 `ranks` and the options of the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
@@ -23,10 +21,9 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from pce_mpi.arrays import is_floating
-from pce_mpi.conformance.problems.cases import DTYPES, OPTIONS, REDUCTIONS
+from pce_mpi.conformance.problems.cases import DTYPES, OPTIONS, REDUCTIONS, has_dtype
 from pce_mpi.conformance.problems.problem import Array, Problem
 from pce_mpi.conformance.problems.textbook import Textbook
-from pce_mpi.conformance.problems.tolerances import has_dtype
 from pce_mpi.distributed.tensor_files import TensorFile
 from pce_mpi.jobs.mpiexec import number_of_cores
 from pce_mpi.loss import (

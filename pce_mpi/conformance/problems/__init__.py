@@ -1,1 +1,1 @@
-"""Problems: cases, the kinds of candidates, exact answers and tolerances."""
+"""Problems: cases, the kinds of candidates, and exact answers."""

@@ -1,7 +1,5 @@
 """Cases, each declared by the function that builds its problem, whose docstring says what fault the case catches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -10,6 +8,7 @@ from functools import partial
 import inspect
 from typing import Any, Literal, TypeVar
 
+from pce_mpi.arrays import dtype_named
 from pce_mpi.conformance.problems.problem import Kind, Problem
 from pce_mpi.loss.options import ROWS
 
@@ -58,6 +57,15 @@ class Expects(StrEnum):
     ANSWER = "an answer"
     REFUSAL = "a refusal"
     EITHER = "an answer or a refusal"
+
+
+def has_dtype(dtype: str) -> bool:
+    """Return False for bfloat16 without ml_dtypes."""
+    try:
+        dtype_named(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -193,11 +201,8 @@ class Case:
         Not so for targets that are no class, for logits that were gathered by mistake, for copies of rows, which take
         all memory, and for steps and placements, which have no classes.
         """
-        return (
-            self.expects is not Expects.REFUSAL
-            and not self.needs.num_classes
-            and self.procedure not in ("copies", "step", "placement")
-        )
+        judged = self.expects is not Expects.REFUSAL and not self.needs.num_classes
+        return judged and self.procedure not in ("copies", "step", "placement")
 
 
 _Build = TypeVar("_Build", bound=Callable[..., Problem])
@@ -237,9 +242,7 @@ class Cases:
                 own = {key: values[key] for key in _OWN & values.keys()}
                 own["catches"] = " ".join(own["catches"].format(**variation).split())
                 own["name"] = name.format(**{"dtype": "{dtype}"} | variation)
-                self._declared.append(
-                    Case(build=partial(build, **arguments) if arguments else build, needs=needs, **own)
-                )
+                self._declared.append(Case(build=partial(build, **arguments), needs=needs, **own))
             return build
 
         return declare

@@ -1,7 +1,5 @@
 """Draw logits, targets, weights and split points from the seed of a setting alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate

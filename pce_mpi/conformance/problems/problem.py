@@ -41,7 +41,7 @@ class Kind:
 
     noun, plural         the words for what it gives for a row
     exact                the exact numbers of a problem and, for `dloss`, the gradient of the logits; all classes
-    sizes                of a textbook: how large the summands of both are, as `tolerances` says
+    sizes                of a textbook: how large the summands of both are, as `judging` says
     sums                 of a problem: the sum of magnitudes of each row whose roundings the numbers have, 0 for none
     faults               of a textbook: what projects have shipped, as in `textbook`
     told                 what to declare where the numbers of another kind turn out to be these
@@ -268,9 +268,8 @@ class Problem:
         if self.operands is None or self.operands.with_identity:
             return self.kind.sums(self)
         hidden, w, bias = _wide(self.operands, np.dtype(np.float64))
-        return np.asarray(
-            (np.abs(hidden) @ np.abs(w) + np.where(np.isfinite(bias), np.abs(bias), 0.0)).max(axis=-1, initial=0.0)
-        )
+        sums = np.abs(hidden) @ np.abs(w) + np.where(np.isfinite(bias), np.abs(bias), 0.0)
+        return np.asarray(sums.max(axis=-1, initial=0.0))
 
     @property
     def room(self) -> Array:
@@ -327,12 +326,7 @@ class Problem:
         if len(self.kind.arrays) > len(arrays):
             memory = "C" if self.with_probabilities else self.target_memory
             arrays[self.kind.arrays[-1]] = stored(self.repeated(targets), memory)
-        return Shard(
-            arrays=arrays,
-            class_start=start,
-            num_classes=self.classes,
-            options=options | {"reduction": self.reduction, "axis": self.axis},
-        )
+        return Shard(arrays, start, self.classes, options | {"reduction": self.reduction, "axis": self.axis})
 
 
 def row_name(shape: tuple[int, ...], row: int) -> str:

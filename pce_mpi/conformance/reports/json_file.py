@@ -19,34 +19,25 @@ One object:
 Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has none.
 """
 
-from __future__ import annotations
-
 import json
 
 from pce_mpi.conformance.judging.outcomes import Report
 from pce_mpi.conformance.serialization import from_json, to_json
 
-_FORMAT = "pce_mpi conformance report"
-_VERSION = 2
+_FORMAT = {"format": "pce_mpi conformance report", "version": 2}
 
 
 def render(report: Report) -> str:
     """Render the report as JSON that ends in a newline."""
-    content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "failed": bool(report.failed),
-        "counts": report.counts,
-        **to_json(report),
-    }
+    content = {**_FORMAT, "failed": bool(report.failed), "counts": report.counts, **to_json(report)}
     return json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def parse(text: str) -> Report:
     """Read the report that `render` wrote; raise `ValueError` for any other text."""
     content = json.loads(text)
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"this is no {_FORMAT}")
-    if content["version"] != _VERSION:
-        raise ValueError(f"the report must be of version {_VERSION}, got {content['version']}")
+    if not isinstance(content, dict) or content.get("format") != _FORMAT["format"]:
+        raise ValueError(f"this is no {_FORMAT['format']}")
+    if content["version"] != _FORMAT["version"]:
+        raise ValueError(f"the report must be of version {_FORMAT['version']}, got {content['version']}")
     return from_json(Report, content)

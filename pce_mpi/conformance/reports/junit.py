@@ -4,31 +4,19 @@ Wrong answers and refusals are failures; crashes and deadlocks are errors; cases
 are skipped.
 """
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 
 from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.reports.summary import in_a_line, lines, printed, problem, shape, title
 
-_TAGS = {
-    Verdict.FAIL: "failure",
-    Verdict.REFUSED: "failure",
-    Verdict.CRASHED: "error",
-    Verdict.DEADLOCKED: "error",
-    Verdict.SLOW: "error",
-    Verdict.NOT_OFFERED: "skipped",
-    Verdict.KNOWN: "skipped",
-    Verdict.NOT_RUN: "skipped",
-}
 # The output of a candidate may have characters that XML does not allow.
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render(report: Report) -> str:
     """Render the report as an XML document."""
-    tags = [_TAGS.get(outcome.verdict) for outcome in report.outcomes]
+    tags = [_tag(outcome.verdict) for outcome in report.outcomes]
     counts = {
         "tests": str(len(tags)),
         "failures": str(tags.count("failure")),
@@ -41,7 +29,7 @@ def render(report: Report) -> str:
     properties = ElementTree.SubElement(suite, "properties")
     for name, value in {"ranks": ", ".join(map(str, report.ranks)), "seed": report.seed, **report.versions}.items():
         ElementTree.SubElement(properties, "property", name=name, value=_clean(str(value)))
-    for outcome in report.outcomes:
+    for outcome, tag in zip(report.outcomes, tags, strict=True):
         case = ElementTree.SubElement(
             suite,
             "testcase",
@@ -49,7 +37,7 @@ def render(report: Report) -> str:
             name=_clean(title(outcome, report)),
             time=f"{outcome.seconds:.3f}",
         )
-        if (tag := _TAGS.get(outcome.verdict)) is not None:
+        if tag:
             start = f"{outcome.verdict}: " if tag == "skipped" else ""
             element = ElementTree.SubElement(case, tag, message=_clean(start + problem(outcome)))
             if tag != "skipped":
@@ -57,6 +45,12 @@ def render(report: Report) -> str:
                 element.text = _clean(_details(outcome, report))
     ElementTree.indent(suites)
     return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _tag(verdict: Verdict) -> str:
+    if not verdict.failed:
+        return "skipped" * (verdict is not Verdict.PASS)
+    return "error" if verdict.unended else "failure"
 
 
 def _details(outcome: Outcome, report: Report) -> str:

@@ -1,7 +1,5 @@
 """A report as Markdown, for a pull request: a heading, and the report as text, folded below it."""
 
-from __future__ import annotations
-
 import html
 import re
 

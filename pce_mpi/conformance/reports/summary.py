@@ -1,7 +1,5 @@
 """The words and tables that all reports share; a table is a list of rows, with the head first."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 import math
@@ -12,8 +10,8 @@ from pce_mpi.conformance.candidates.offers import EVERYTHING, Offer
 from pce_mpi.conformance.judging.outcomes import Accuracy, Finding, Outcome, Report, Verdict, likeness
 from pce_mpi.conformance.problems.cases import About, Gradient
 from pce_mpi.conformance.problems.kinds import KINDS
-from pce_mpi.conformance.reports.tables import Cell
 from pce_mpi.conformance.text import visible
+from pce_mpi.text import Cell
 
 MEANING = {
     Verdict.PASS: "right, or refused where that is due",

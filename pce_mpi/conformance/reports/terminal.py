@@ -1,18 +1,17 @@
 """A report as plain text, the settings, the largest errors and each cause of failures; and a list of cases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 import textwrap
+from typing import Any
 
 from pce_mpi.conformance.candidates.fitting import unmet_need
 from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.judging.outcomes import Outcome, Report
 from pce_mpi.conformance.problems.cases import Case
 from pce_mpi.conformance.reports import summary
-from pce_mpi.conformance.reports.tables import table
 from pce_mpi.conformance.text import visible
+from pce_mpi.text import table
 
 _WIDTH = 120
 # Lines of a candidate's output; other reports have more.
@@ -27,22 +26,22 @@ def render(report: Report) -> str:
 def _parts(report: Report) -> Iterator[str]:
     facts = summary.facts(report)
     width = max(map(len, facts))
-    yield "\n".join(_wrapped(f"{name:{width}}  ", value) for name, value in facts.items())
+    yield "\n".join(wrapped(f"{name:{width}}  ", value) for name, value in facts.items())
     if rows := summary.extreme_rows(report):
         yield "Largest errors in ulps (help(pce_mpi.conformance.judging) says of what); sums may err by log2(rows) more"
         yield table(rows)
     for failed in summary.by_cause(report):
         yield "\n".join(_failures(failed, report))
     if more := summary.hint(report):
-        yield _wrapped("", more)
+        yield wrapped("", more)
     yield summary.headline(report)
 
 
 def _failures(failed: list[Outcome], report: Report) -> Iterator[str]:
     """Yield the lines on failures of one cause: all their names, and the details of the first."""
     first = failed[0]
-    yield _wrapped(f"{first.verdict} ", ", ".join(summary.title(each, report) for each in failed))
-    yield _wrapped("  ", summary.problem(first))
+    yield wrapped(f"{first.verdict} ", ", ".join(summary.title(each, report) for each in failed))
+    yield wrapped("  ", summary.problem(first))
     if seen := summary.shape(first, report):
         yield f"  seen at: {seen}"
     yield from (f"  | {line}" for line in summary.printed(first).splitlines()[-_LINES_SHOWN:])
@@ -50,15 +49,11 @@ def _failures(failed: list[Outcome], report: Report) -> Iterator[str]:
         yield f"  rerun: {first.rerun}"  # one line, to be copied
 
 
-def _wrapped(start: str, text: str) -> str:
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def wrapped(start: str, text: str, indent: str | None = None) -> str:
+    """Break a text into lines that begin with the spaces of its start, or with `indent`."""
+    rest = " " * len(start) if indent is None else indent
+    whole_words: Any = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, _WIDTH, initial_indent=start, subsequent_indent=rest, **whole_words)
 
 
 def listing(cases: Iterable[Case], offer: Offer | None = None, width: int = 120) -> str:

@@ -36,7 +36,7 @@ class Orders:
     patterns    names, families or shell patterns of names; None: all cases
     but         the same, of cases to leave out
     dtypes      of the logits; None: all
-    strict, tolerance   as in `tolerances.Tolerance`
+    strict, tolerance   as in `Tolerance`
     rows, classes       in place of each case's own; None: its own
     large       also large cases, one of which takes GiB of memory
     memory      GiB that a process of a rank may take; None: not limited

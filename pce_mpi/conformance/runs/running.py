@@ -26,13 +26,12 @@ from pce_mpi.comm.launcher import why_apart
 from pce_mpi.conformance.candidates.fitting import problem_of, unmet_need
 from pce_mpi.conformance.candidates.loading import check_call
 from pce_mpi.conformance.candidates.offers import Offer, offer_of
+from pce_mpi.conformance.judging.comparing import Tolerance
 from pce_mpi.conformance.judging.judge import Answer, judge
 from pce_mpi.conformance.judging.outcomes import Finding, Outcome, Verdict, shaped, together
 from pce_mpi.conformance.problems.cases import Case, Expects
 from pce_mpi.conformance.problems.problem import PRODUCTS, Problem
-from pce_mpi.conformance.problems.tolerances import Tolerance
-from pce_mpi.conformance.runs.procedures import PROCEDURES, Trial
-from pce_mpi.conformance.runs.results import BadResult
+from pce_mpi.conformance.runs.procedures import PROCEDURES, BadResult, Trial
 from pce_mpi.conformance.text import error_text, meant
 from pce_mpi.jobs.mpiexec import LaunchError
 from pce_mpi.loss.problem import target_text

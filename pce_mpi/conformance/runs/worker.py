@@ -35,10 +35,10 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from pce_mpi.comm.launcher import why_apart
-from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES, adapted, named_candidate
+from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES, adapted
 from pce_mpi.conformance.candidates.loading import check_call, load
 from pce_mpi.conformance.candidates.offers import Offer, offer_of
-from pce_mpi.conformance.problems.tolerances import Tolerance
+from pce_mpi.conformance.judging.comparing import Tolerance
 from pce_mpi.conformance.runs.orders import Orders
 from pce_mpi.conformance.runs.running import run_case
 from pce_mpi.conformance.serialization import to_json
@@ -148,7 +148,7 @@ def _candidate(orders: Orders) -> Any:
     if orders.adapter is not None:
         return adapted(orders.adapter, load(orders.candidate))
     if orders.candidate in NAMED_CANDIDATES:
-        return named_candidate(orders.candidate)
+        return NAMED_CANDIDATES[orders.candidate]
     candidate = load(orders.candidate)
     check_call(candidate)
     return candidate

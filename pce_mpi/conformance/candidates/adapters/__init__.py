@@ -17,31 +17,42 @@ For a function of your own:
 An adapter whose framework owns its process group has `start(comm)` and `stop()`, called once for each launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from pce_mpi import loss
+from pce_mpi.conformance.candidates.offers import EVERYTHING
+from pce_mpi.conformance.problems.cases import Gradient
+
+
+class ForwardAndBackward:
+    """`softmax_cross_entropy_forward`, then `softmax_cross_entropy_backward` with the kit's upstream gradient."""
+
+    offer = EVERYTHING
+
+    def __call__(self, logits: Any, targets: Any, **options: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Return the loss and its backward pass."""
+        value, residuals = loss.softmax_cross_entropy_forward(logits, targets, **options)
+        return value, lambda dloss: loss.softmax_cross_entropy_backward(dloss, residuals)
+
+
+class ValueAndGrad:
+    """`softmax_cross_entropy_value_and_grad`."""
+
+    offer = replace(EVERYTHING, gradient=Gradient.VALUE)
+    __call__ = staticmethod(loss.softmax_cross_entropy_value_and_grad)
+
+
+# This package's own loss: it must pass everything.
+NAMED_CANDIDATES = {"pce": ForwardAndBackward(), "pce-value-and-grad": ValueAndGrad()}
 # The file and the class; imported on demand.
-NAMED_CANDIDATES = {
-    "pce": ("ours", "ForwardAndBackward"),
-    "pce-value-and-grad": ("ours", "ValueAndGrad"),
-}
 FUNCTION_ADAPTERS = {
     "torch-shards": ("torch_tensors", "TorchShards"),
     "jax-shard-map": ("jax_shard_map", "JaxShardMap"),
 }
-
-
-def named_candidate(name: str) -> Any:
-    """Return the candidate with a name in `NAMED_CANDIDATES`; raise `ValueError` for another name.
-
-    >>> named_candidate("pce").offer.dims
-    (1, 2, 3, 4, 5)
-    """
-    return _class(NAMED_CANDIDATES, name, "candidate")()
 
 
 def adapted(name: str, function: Callable[..., Any]) -> Any:
@@ -75,7 +86,10 @@ def adapted(name: str, function: Callable[..., Any]) -> Any:
     >>> adapted("torch-shards", cross_entropy).offer.options
     ('label_smoothing',)
     """
-    candidate = _class(FUNCTION_ADAPTERS, name, "adapter")(function)
+    if name not in FUNCTION_ADAPTERS:
+        raise ValueError(f"there is no adapter {name!r}; there are {', '.join(FUNCTION_ADAPTERS)}")
+    file, kind = FUNCTION_ADAPTERS[name]
+    candidate = getattr(import_module(f"{__name__}.{file}"), kind)(function)
     if candidate.offer.same_bits:
         raise ValueError(
             f"same_bits cannot be judged through the adapter {name}: bits are compared with those on one rank, and the "
@@ -88,10 +102,3 @@ def missing_framework(name: str) -> str | None:
     """Return the package that the adapter `name` needs, if it is not installed."""
     framework = name.partition("-")[0]
     return framework if find_spec(framework) is None else None
-
-
-def _class(known: dict[str, tuple[str, str]], name: str, what: str) -> Any:
-    if name not in known:
-        raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
-    file, kind = known[name]
-    return getattr(import_module(f"{__name__}.{file}"), kind)

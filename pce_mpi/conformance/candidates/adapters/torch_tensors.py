@@ -110,9 +110,6 @@ class ProcessGroup:
             distributed.destroy_process_group()
 
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 _GROUP_NAMES = ("group", "tp_group", "process_group")
 _NO_GROUP = {*OPTIONS, *(fact for kind in KINDS.values() for fact in kind.facts), "reduction", "axis"}
 
@@ -212,12 +209,7 @@ def _check_call(signature: inspect.Signature, by_place: list[str], by_name: list
         signature.bind(*by_place, **dict.fromkeys(filter(None, by_name)))
     except TypeError as error:
         alone = {each.name for each in _by_place(signature)[1:]} <= {*_GROUP_NAMES, *_NO_GROUP}
-        raise TypeError(
-            f"torch-shards calls a function with (logits, targets, group), and this one takes {signature}: {error}; "
-            + (
-                NOT_DECLARED
-                if alone and "targets" in by_place
-                else "write one that calls it: "
-                "def cross_entropy(logits, targets, group, class_start, num_classes): return ..."
-            )
-        ) from None
+        hint = "def cross_entropy(logits, targets, group, class_start, num_classes): return ..."
+        hint = NOT_DECLARED if alone and "targets" in by_place else f"write one that calls it: {hint}"
+        takes = f"calls a function with (logits, targets, group), and this one takes {signature}"
+        raise TypeError(f"torch-shards {takes}: {error}; {hint}") from None

@@ -1,18 +1,16 @@
 """The catalogue of all cases, family by family, each with the fault that it catches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from pce_mpi.conformance.candidates.catalogue import calls, numbers, options, shapes, special_values, targets
+from pce_mpi.conformance.candidates.catalogue import calls, numbers, shapes, targets
 from pce_mpi.conformance.candidates.fitting import unmet_need
 from pce_mpi.conformance.candidates.offers import Offer, offer_of
 from pce_mpi.conformance.problems.cases import DTYPES, Case, fits
 from pce_mpi.conformance.problems.kinds import KINDS
 
-_FAMILIES = (numbers, special_values, shapes, targets, options, calls)
+_FAMILIES = (numbers.CASES, numbers.SPECIAL, shapes.CASES, targets.CASES, calls.CASES)
 
 
 def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *, large: bool = False) -> list[Case]:
@@ -28,7 +26,7 @@ def catalogue(offer: Offer | None = None, dtypes: Iterable[str] | None = None, *
     offered = DTYPES if offer is None else offer.dtypes
     usable = [dtype for dtype in DTYPES if dtype in offered and dtype in wanted] or wanted[:1]
     kind = KINDS["loss" if offer is None else offer.kind]
-    every = [case for module in _FAMILIES if kind.shared_cases for case in module.CASES.of(usable[0])]
+    every = [case for family in _FAMILIES if kind.shared_cases for case in family.of(usable[0])]
     every += () if kind.cases is None else kind.cases.of(usable[0])
     if large and kind.shared_cases:
         every += shapes.LARGE.of(usable[-1])

@@ -1,18 +1,34 @@
-"""Cases about calls: upstream gradients, successive calls, and their side effects."""
-
-from __future__ import annotations
+"""Cases about calls: options, upstream gradients, successive calls, and their side effects."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
 from pce_mpi.arrays import compute_dtype_of
-from pce_mpi.conformance.problems.cases import Cases, Expects, Gradient, Setting, grid, table
-from pce_mpi.conformance.problems.generators import even, random_problem, rounded
+from pce_mpi.conformance.problems.cases import OPTIONS, Cases, Expects, Gradient, Setting, grid, table
+from pce_mpi.conformance.problems.generators import even, random_problem, rounded, uneven
 from pce_mpi.conformance.problems.problem import Problem
+from pce_mpi.loss.options import ROWS
 
 CASES = Cases()
+
+_PAIR = """Options that are right alone and wrong together: a weight in the smoothing term, a divisor that one of them
+changes, a factor that is left out of the other's gradient."""
+
+
+def _with(setting: Setting, options: tuple[str, ...]) -> Problem:
+    # A single option on equal shards, so that only the option can be wrong; several on uneven ones.
+    return random_problem(setting, uneven(setting) if len(options) > 1 else None, options=options)
+
+
+_ALONE = [{"option": each, "options": (each,), "catches": ROWS[each]["catches"]} for each in OPTIONS]
+_PAIRS = [{"pair": "+".join(each), "options": each, "catches": _PAIR} for each in combinations(OPTIONS, 2)]
+CASES.case("{option}/{dtype}", _ALONE)(_with)
+CASES.case("pair/{pair}", _PAIRS)(_with)
+CASES.case("all-options", [{"options": OPTIONS, "catches": "All options at once."}], rows=12)(_with)
+
 
 _BACKWARD = Gradient.BACKWARD
 _REDUCED = ("mean", "sum")

@@ -1,7 +1,5 @@
 """Cases about the split of the classes over the ranks, and about the shape and memory order of the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -185,9 +183,7 @@ def _vocabulary(setting: Setting) -> Problem:
     """A vocabulary as models have it, on shards of several lengths, with targets at their borders: class numbers that
     are kept in 16 bits or in bfloat16, and tiles that do not divide it.
     """
-    problem = random_problem(setting, uneven(setting))
-    borders = [number for start, stop in pairwise(problem.splits) if stop > start for number in (start, stop - 1)]
-    return replace(problem, targets=np.resize(np.array(borders, np.int64), setting.rows))
+    return _targets_at_borders(setting, uneven)
 
 
 @LARGE.case("large/65536-tokens", rows=65_536, classes=64)

@@ -1,7 +1,5 @@
 """Cases about targets: ignored rows, class numbers out of range, and probabilities."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

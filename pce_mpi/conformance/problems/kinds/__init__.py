@@ -1,7 +1,5 @@
 """The kinds of candidates, a file for each: what they offer, what is exact, and the faults that are known."""
 
-from __future__ import annotations
-
 from pce_mpi.conformance.problems.kinds.kl import KL, TOPK_KL
 from pce_mpi.conformance.problems.kinds.linear import LINEAR, LINEAR_ENTROPY, LINEAR_LOG_PROB
 from pce_mpi.conformance.problems.kinds.loss import LOSS

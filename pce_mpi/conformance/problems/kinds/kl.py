@@ -1,7 +1,5 @@
 """Divergences of a student's softmax and a teacher's, over all classes or the teacher's largest, of all shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,9 +21,8 @@ def drawn_teacher(problem: Problem, seed: int) -> Problem:
     noise = 2.0 * np.random.default_rng([seed, 6]).standard_normal(student.shape)
     with np.errstate(all="ignore"):
         near = np.where(np.isfinite(student), student + noise, np.where(student == -np.inf, -np.inf, noise))
-        finite = np.clip(
-            near.astype(problem.dtype).astype(np.float64), student.min(initial=0.0), student.max(initial=0.0)
-        )
+        rounded_near = near.astype(problem.dtype).astype(np.float64)
+        finite = np.clip(rounded_near, student.min(initial=0.0), student.max(initial=0.0))
         teacher = np.where(np.isfinite(student), finite, near).astype(problem.dtype)
     return replace(problem, targets=teacher)
 
@@ -362,24 +359,16 @@ def _topk_faults(b: Textbook) -> Faults:
         text = f"the {count} classes are each rank's own: the loss depends on the number of ranks"
         for rest in _RESTS:
             yield text, given(own, rest)
-    yield (
-        "the classes are those of the student's largest logits, not of the teacher's",
-        given(_largest(b.x, count), declared),
-    )
+    text = "the classes are those of the student's largest logits, not of the teacher's"
+    yield text, given(_largest(b.x, count), declared)
 
 
-TOPK_KL = Kind(
-    noun="divergence",
-    plural="divergences",
+TOPK_KL = replace(
+    KL,
     exact=_exact,
-    sizes=sizes,
     faults=_topk_faults,
     told='the numbers are a divergence over the largest classes: that is declared by @offers(kind="topk_kl")',
-    options=("temperature",),
     facts=("class_start", "num_classes", "top_k"),
-    reductions=REDUCTIONS,
-    arrays=("student", "teacher"),
+    tell=Kind.tell,
     fitted=_fitted,
-    cases=CASES,
-    catches=KL.catches,
 )

@@ -4,8 +4,6 @@ In cases of all kinds hidden is the identity with its rows reversed, so that pro
 their gradient: faults have the same formulas. The cases of these kinds alone have real products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -72,12 +70,16 @@ def _tell(b: Textbook, name: str, got: Array) -> Told | None:
 CASES = Cases()
 
 
-def _drawn(setting: Setting, features: int = 32, options: tuple[str, ...] = (), coherent: bool = False) -> Problem:
-    problem = random_problem(setting, options=options)
+def _factors(setting: Setting, problem: Problem, features: int = 32) -> tuple[Array, Array]:
     rng = np.random.default_rng([setting.seed, 10])
     hidden = rng.standard_normal((problem.rows, features))
     w = 3.0 / np.sqrt(features) * rng.standard_normal((features, problem.classes))
-    return _multiplied(problem, rounded(setting, np.abs(hidden) if coherent else hidden), rounded(setting, w))
+    return rounded(setting, hidden), rounded(setting, w)
+
+
+def _drawn(setting: Setting, features: int = 32, options: tuple[str, ...] = ()) -> Problem:
+    problem = random_problem(setting, options=options)
+    return _multiplied(problem, *_factors(setting, problem, features))
 
 
 @CASES.case("product/{dtype}", rows=7)
@@ -113,12 +115,9 @@ def _padded_softcap(setting: Setting) -> Problem:
     """Most logits are near -softcap: padded columns of the last tile that are masked before the softcap have finite
     logits, and count (unsloth#10616).
     """
-    problem = _drawn(setting, features=8, options=("softcap",))
-    operands = problem.operands
-    assert operands is not None
-    hidden = rounded(setting, np.abs(operands.hidden.astype(np.float64)) + 1.0)
-    w = rounded(setting, -np.abs(operands.w.astype(np.float64)))
-    return _multiplied(problem, hidden, w)
+    problem = random_problem(setting, options=("softcap",))
+    hidden, w = _factors(setting, problem, features=8)
+    return _multiplied(problem, rounded(setting, np.abs(hidden.astype(np.float64)) + 1.0), -np.abs(w))
 
 
 @CASES.case("bias/{dtype}", options=("bias",))
@@ -160,10 +159,8 @@ def _masking_bias(setting: Setting, which: Callable[[Problem], Array], options: 
     free = np.flatnonzero(~masked)
     targets = np.where(problem.valid, free[problem.targets % free.size], problem.targets)
     bias = rounded(setting, np.where(masked, -np.inf, problem.options["bias"]))
-    drawn = _drawn(setting).operands
-    assert drawn is not None
     problem = replace(problem, targets=targets, options=problem.options | {"bias": bias})
-    return _multiplied(problem, drawn.hidden, drawn.w)
+    return _multiplied(problem, *_factors(setting, problem))
 
 
 @CASES.case("temperature/{dtype}", options=("temperature",))
@@ -182,13 +179,12 @@ def _accumulated(setting: Setting) -> Problem:
     of one sign, those of the others are too small to count (PyTorch's linear_cross_entropy with options).
     """
     # Classes are many times the features, so that heads that choose their chunks take small ones.
-    problem = _drawn(setting, features=2, coherent=True)
-    operands, rows = problem.operands, np.arange(problem.rows)
-    assert operands is not None
-    few = rows < 64
+    problem = random_problem(setting)
+    hidden, w = _factors(setting, problem, features=2)
+    few = np.arange(problem.rows) < 64
     # A mean of about 10, of which the others are less than 1.
-    hidden = operands.hidden.astype(np.float64) * np.where(few, 24.0, 2.0)[:, None]
-    problem = _multiplied(problem, rounded(setting, hidden), operands.w)
+    coherent = np.abs(hidden.astype(np.float64)) * np.where(few, 24.0, 2.0)[:, None]
+    problem = _multiplied(problem, rounded(setting, coherent), w)
     return replace(problem, targets=np.where(few, problem.logits.argmin(axis=-1), problem.logits.argmax(axis=-1)))
 
 

@@ -1,7 +1,5 @@
 """Softmax cross entropy, and the faults of losses that projects have shipped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,7 +7,7 @@ import numpy as np
 
 from pce_mpi import dense
 from pce_mpi.arrays import compute_dtype_of, dtype_named
-from pce_mpi.conformance.problems.cases import OPTIONS, REDUCTIONS
+from pce_mpi.conformance.problems.cases import OPTIONS, REDUCTIONS, has_dtype
 from pce_mpi.conformance.problems.kinds import sharding
 from pce_mpi.conformance.problems.problem import Array, Kind, Problem, Told
 from pce_mpi.conformance.problems.textbook import (
@@ -22,7 +20,6 @@ from pce_mpi.conformance.problems.textbook import (
     of_gradient,
     softmax,
 )
-from pce_mpi.conformance.problems.tolerances import has_dtype
 from pce_mpi.ulps import ulp
 
 _LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128, "float32": 2.0**128, "float64": np.finfo(np.float64).max}
@@ -53,20 +50,8 @@ def sizes(book: Textbook) -> tuple[Array, Array, Array]:
 
 
 def _faults(b: Textbook) -> Faults:
-    for family in (
-        _masks,
-        sharding.of_losses,
-        _options,
-        _numbers,
-        _upstream,
-        _exponentials,
-        _smoothing,
-        _z_loss,
-        _owners,
-        _rows,
-        _probabilities,
-        _roundings,
-    ):
+    first = (_masks, sharding.of_losses, _options, _numbers, _upstream, _exponentials)
+    for family in (*first, _smoothing, _z_loss, _owners, _rows, _probabilities, _roundings):
         yield from family(b)
 
 
@@ -142,10 +127,8 @@ def _smoothing(b: Textbook) -> Faults:
             # Megatron-LM: s K / (K - 1) in place of s, over the K classes of a shard; s / (C - 1) may be meant
             hard, more = target / (1.0 - s), b.problem.options["label_smoothing"] * shards / (shards - 1)
             each = np.repeat(more / shards, shards) * b.w
-            yield (
-                f"{spread}, with the factor K / (K - 1), not over all {classes}",
-                each_rank(b, lambda rank: b.with_u(hard * (1.0 - more[rank]) + b.in_shard(rank) * each)),
-            )
+            text = f"{spread}, with the factor K / (K - 1), not over all {classes}"
+            yield text, each_rank(b, lambda rank: b.with_u(hard * (1.0 - more[rank]) + b.in_shard(rank) * each))
         text = "the sum of label smoothing is of each rank's own classes only: it is never reduced over the ranks"
         partly = each_rank(b, lambda rank: b.with_u(target + b.in_shard(rank) * smooth))
         yield text, Given(partly.losses, b.gradient())
@@ -156,10 +139,8 @@ def _smoothing(b: Textbook) -> Faults:
             for book in partly.books
         )
         yield text, Given(Computed(unreduced).losses, b.gradient())
-    yield (
-        f"label smoothing is spread over the {classes - 1} other classes, not over all {classes}",
-        all_ranks(b.with_u(b.w * (b.q * (1.0 - s) + (1.0 - b.q) * s / max(classes - 1, 1)))),
-    )
+    text = f"label smoothing is spread over the {classes - 1} other classes, not over all {classes}"
+    yield text, all_ranks(b.with_u(b.w * (b.q * (1.0 - s) + (1.0 - b.q) * s / max(classes - 1, 1))))
 
 
 def _options(b: Textbook) -> Faults:

@@ -1,6 +1,4 @@
-"""Faults of a first draft of a sharded softmax: in sums over the ranks, and in the numbers of a rank's own classes."""
-
-from __future__ import annotations
+"""Faults of a first draft of a sharded softmax: sums over the ranks, numbers of a rank's own classes, and factors."""
 
 from collections.abc import Iterator
 from itertools import chain, permutations
@@ -123,3 +121,29 @@ def with_targets(b: Textbook, text: str, columns: Array) -> Faults:
         losses = (book.loss(),)
         for gradient in (book.gradient(), right):
             yield text, Given(losses, gradient)
+
+
+# Numbers that are due times a number of ranks, rows or classes, for all kinds of candidates.
+
+
+def by_ranks(ranks: int) -> Iterator[tuple[float, str]]:
+    """Yield factors on what is summed over the ranks, each with the fault."""
+    yield float(ranks), f"{ranks} times too large: it is summed over the ranks once more"
+    yield 1.0 / ranks, f"{ranks} times too small: it is divided by the number of ranks"
+
+
+def factors(b: Textbook) -> Faults:
+    """Yield answers that have one factor; Automodel, Model-Optimizer; torch's kl_div, unless "batchmean"."""
+    problem, rows = b.problem, max(b.problem.rows, 1)
+    loss, gradient = problem.expected[0], problem.row_major(problem.expected[1])
+    by_rows = [(float(rows), "large"), (1.0 / rows, "small")]
+    of_rows = ((times, f"{rows} times too {side}: the number of rows") for times, side in by_rows)
+    for times, text in chain(by_ranks(problem.ranks), of_rows):
+        if times != 1.0:
+            yield f"the gradient is {text}", Given(None, times * gradient)
+            yield f"the loss is {text}", Given((times * loss,), None)
+    if problem.reduction == "mean" and problem.classes > 1:
+        text = f"the mean divides by rows times classes, {problem.rows * problem.classes}, not by the rows"
+        for counted in dict.fromkeys((b.divisor, float(problem.rows))):
+            less = np.divide(b.divisor, counted * problem.classes)
+            yield text, Given((loss * less,), gradient * less)

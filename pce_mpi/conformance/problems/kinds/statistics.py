@@ -1,7 +1,5 @@
 """Log-probabilities of each row's target, negatives of a loss; entropies, without targets; and both over a support."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,13 +10,12 @@ import numpy as np
 
 from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance.problems.cases import Cases, Setting
+from pce_mpi.conformance.problems.cases import Cases, Setting, has_dtype
 from pce_mpi.conformance.problems.generators import random_problem, uneven
 from pce_mpi.conformance.problems.kinds import sharding
 from pce_mpi.conformance.problems.kinds.loss import LOSS, sizes
 from pce_mpi.conformance.problems.problem import Array, Kind, Problem, Told
 from pce_mpi.conformance.problems.textbook import Faults, Given, Textbook, of_gradient
-from pce_mpi.conformance.problems.tolerances import has_dtype
 
 CASES = Cases(options=("support",))
 
@@ -79,9 +76,8 @@ def _some_classes(setting: Setting) -> Problem:
 @CASES.case("support/uneven-shards", shards="array_split", classes=23)
 def _uneven_shards(setting: Setting) -> Problem:
     """Global ids on shards of several lengths."""
-    return _with_support(
-        setting, lambda problem, rng, row: rng.choice(problem.classes, 5), random_problem(setting, uneven(setting))
-    )
+    problem = random_problem(setting, uneven(setting))
+    return _with_support(setting, lambda _, rng, row: rng.choice(problem.classes, 5), problem)
 
 
 @CASES.case("support/target-alone")
@@ -114,14 +110,11 @@ def _without_largest(setting: Setting) -> Problem:
     """
     problem = random_problem(setting)
     logits, rows = problem.logits.copy(), np.arange(problem.rows)
-    beside = (problem.targets + 1) % problem.classes
+    above = (problem.targets + 1) % problem.classes
     if problem.classes > 1:
-        logits[rows, beside] = 1_000.0
-    return _with_support(
-        setting,
-        lambda problem, rng, row: np.setdiff1d(rng.choice(problem.classes, 6), beside[row]),
-        replace(problem, logits=logits),
-    )
+        logits[rows, above] = 1_000.0
+    problem = replace(problem, logits=logits)
+    return _with_support(setting, lambda _, rng, row: np.setdiff1d(rng.choice(problem.classes, 6), above[row]), problem)
 
 
 def exact_statistic(name: str, problem: Problem) -> tuple[Array, Array]:
@@ -166,10 +159,8 @@ def _faults(b: Textbook) -> Faults:
     if masked.any():
         entropy, nan = of_class.sum(-1, keepdims=True), np.where(masked, np.nan, 0.0)
         right = (of_class - b.p * entropy) * b.slope * b.g[:, None]
-        yield (
-            "0 times -inf gives nan: a class whose logit is -inf has probability 0, and adds 0 to the entropy",
-            Given(((entropy[:, 0] + nan).reshape(b.problem.rows_shape),), right + nan[:, None]),
-        )
+        text = "0 times -inf gives nan: a class whose logit is -inf has probability 0, and adds 0 to the entropy"
+        yield text, Given(((entropy[:, 0] + nan).reshape(b.problem.rows_shape),), right + nan[:, None])
     own, local = np.zeros_like(b.p), []
     for start, stop in pairwise(b.problem.splits):
         here = slice(start, stop)
@@ -183,10 +174,10 @@ def _faults(b: Textbook) -> Faults:
     if np.ptp(local, axis=0).max(initial=0.0) > 2.0**-7:
         text = "the entropy is of each rank's own classes only: it is never reduced over the ranks"
         yield text, Given(tuple(local), None)
-    yield (
-        "each rank has the gradient of its own classes' part of the entropy: an all-reduce that autograd does not see",
-        of_gradient(own * b.slope * b.g[:, None]),
+    text = (
+        "each rank has the gradient of its own classes' part of the entropy: an all-reduce that autograd does not see"
     )
+    yield text, of_gradient(own * b.slope * b.g[:, None])
 
 
 def _of_other_softmaxes(b: Textbook) -> Faults:

@@ -1,7 +1,5 @@
 """The mean of a training step: what each token of all ranks counts in the gradient, and the divisor that this tells."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -13,11 +11,10 @@ import numpy as np
 
 from pce_mpi import dense
 from pce_mpi.arrays import dtype_named
-from pce_mpi.conformance.problems.cases import Cases, Gradient, Setting, grid
+from pce_mpi.conformance.problems.cases import Cases, Gradient, Setting, grid, has_dtype
 from pce_mpi.conformance.problems.generators import normal_logits, random_targets, rounded
 from pce_mpi.conformance.problems.problem import Array, Kind, Problem, Told
 from pce_mpi.conformance.problems.textbook import Textbook
-from pce_mpi.conformance.problems.tolerances import has_dtype
 
 # A gradient that is that far from any multiple of the due one gives its token no weight, by the bytes of a logit.
 _OFF = {2: 0.05, 4: 1e-3, 8: 1e-3}
