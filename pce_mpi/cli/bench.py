@@ -1,7 +1,5 @@
 """bench: time the loss and its gradient, with any options, beside a copy of the same bytes."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,13 +9,13 @@ import statistics
 import sys
 import time
 import tracemalloc
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
 from pce_mpi.arrays import dtype_named
 from pce_mpi.cli.arguments import mesh_sizes, positive
-from pce_mpi.cli.output import progress
+from pce_mpi.cli.output import Comm, progress
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.rehearsed import Link
@@ -36,10 +34,6 @@ from pce_mpi.loss import (
 )
 from pce_mpi.loss.options import CrossEntropyOptions, Options, checked_numbers
 from pce_mpi.text import Cell, table
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 Array = np.ndarray[Any, Any]
 
@@ -115,7 +109,7 @@ option of the loss is out of its range."""
     add("--json", action="store_true", help="print JSON rather than a table")
 
 
-def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
+def run(options: argparse.Namespace, comm: Comm) -> int:
     """Measure every size and show the results; return 1 if that fails, 2 if it cannot be measured as asked."""
     if options.collectives and options.options:
         print("error: --collectives times no loss, and --options says which: give one of them", file=sys.stderr)
@@ -179,11 +173,7 @@ def _show(measured: list[Measurement], agreement: float | None, options: argpars
 
 
 def _measure(
-    options: argparse.Namespace,
-    classes: int,
-    dtype: np.dtype[Any],
-    sets: list[dict[str, Any]],
-    comm: MPI.Intracomm | None,
+    options: argparse.Namespace, classes: int, dtype: np.dtype[Any], sets: list[dict[str, Any]], comm: Comm
 ) -> list[Measurement]:
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     arrays: Any = None
@@ -232,7 +222,7 @@ def _measure(
     return measured
 
 
-def _losses(arrays: dict[str, Array], options: dict[str, Any], comm: MPI.Intracomm | None) -> Iterator[_Work]:
+def _losses(arrays: dict[str, Array], options: dict[str, Any], comm: Comm) -> Iterator[_Work]:
     """Yield the functions of the loss with these options; the plain loss comes first."""
     logits, out = arrays["logits"], arrays["out"]
     given = {"targets": "targets", **options}
@@ -246,7 +236,7 @@ def _losses(arrays: dict[str, Array], options: dict[str, Any], comm: MPI.Intraco
     yield _Work("value_and_grad", text, both, 2 * reads + 1)
 
 
-def _others(arrays: dict[str, Array], k: int, comm: MPI.Intracomm | None) -> Iterator[_Work]:
+def _others(arrays: dict[str, Array], k: int, comm: Comm) -> Iterator[_Work]:
     """Yield the other functions of logits."""
     logits, targets, out = (arrays[name] for name in ("logits", "targets", "out"))
     _, residuals = class_statistics_forward(logits, targets, comm=comm)
@@ -282,7 +272,7 @@ def _arrays(options: argparse.Namespace, classes: int, dtype: np.dtype[Any], siz
         raise MemoryError(f"{too_large}, which cannot be had") from None
 
 
-def _seconds(work: Callable[[], object], comm: MPI.Intracomm | None) -> float:
+def _seconds(work: Callable[[], object], comm: Comm) -> float:
     if comm is not None:
         agree(comm, "bench", {})  # all ranks start together
     start = time.perf_counter()
@@ -290,7 +280,7 @@ def _seconds(work: Callable[[], object], comm: MPI.Intracomm | None) -> float:
     return time.perf_counter() - start
 
 
-def _slowest(comm: MPI.Intracomm | None, seconds: float) -> float:
+def _slowest(comm: Comm, seconds: float) -> float:
     if comm is None:
         return seconds
     with cause("bench", reason="the slowest rank's time"):
@@ -303,7 +293,7 @@ _FEW, _MANY = 16, 2**22
 _CALLS = 100
 
 
-def _run_links(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
+def _run_links(options: argparse.Namespace, comm: Comm) -> int:
     """Measure and print the links of the dims with several ranks; return 2 if there is no such mesh."""
     try:
         if comm is None:

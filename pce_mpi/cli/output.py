@@ -4,18 +4,19 @@ Progress goes to stderr: a bar, on a terminal and with tqdm installed, or else a
 mpiexec have no terminal, as mpiexec reads their output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+# The ranks that run a command; None without MPI.
+Comm: TypeAlias = "MPI.Intracomm | None"
 
 
 class Unwritten(SystemExit):
@@ -62,7 +63,7 @@ _PARTS = 10
 _SILENCE = 60.0
 
 
-def progress(work: str, names: Sequence[str], comm: MPI.Intracomm | None) -> Iterator[str]:
+def progress(work: str, names: Sequence[str], comm: Comm) -> Iterator[str]:
     """Yield each of `names`, and show the progress on rank 0's stderr."""
     with contextlib.closing(Bar(work, len(names), shown=comm is None or comm.rank == 0)) as bar:
         for name in names:

@@ -1,7 +1,5 @@
 """rehearse: show what a program would send and keep on a large mesh, without ranks or data."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -10,17 +8,14 @@ from pathlib import Path
 import runpy
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pce_mpi.autograd.rehearsal import rehearsed
 from pce_mpi.cli.arguments import link, mesh_sizes, words
-from pce_mpi.cli.output import Unwritten, progress
+from pce_mpi.cli.output import Comm, Unwritten, progress
 from pce_mpi.conformance.text import text_of, visible
 from pce_mpi.distributed.sharding import Coordinates
 from pce_mpi.text import bounded
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 # The characters of an error.
 _MOST_TEXT = 2_000
@@ -46,7 +41,7 @@ Exit status: 0; 2 if the program cannot be loaded, or raises an error, which is 
     add("--json", action="store_true", help="print JSON rather than text")
 
 
-def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
+def run(options: argparse.Namespace, comm: Comm) -> int:
     """Print what the program would send and keep; return 2 if it cannot be rehearsed."""
     path, _, name = options.program.rpartition(":") if ".py:" in options.program else (options.program, "", "program")
     sys.argv = [path, *options.arguments]
@@ -73,7 +68,7 @@ def run(options: argparse.Namespace, comm: MPI.Intracomm | None) -> int:
     return 0
 
 
-def _followed(kinds: Sequence[Coordinates], comm: MPI.Intracomm | None) -> Iterator[Coordinates]:
+def _followed(kinds: Sequence[Coordinates], comm: Comm) -> Iterator[Coordinates]:
     """Yield each kind of ranks, and show how many there are and have been rehearsed."""
     names = [", ".join(f"{dim}={at}" for dim, at in kind.items()) for kind in kinds]
     for kind, _ in zip(kinds, progress("kinds of ranks", names, comm), strict=True):
