@@ -3,34 +3,21 @@
 The names of the candidate's parameters, and the adapter that calls it, tell all that is not declared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
 import inspect
 from textwrap import indent
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pce_mpi.conformance.problems.cases import (
-    AVERAGED,
-    DTYPES,
-    MORE_OPTIONS,
-    OPTIONS,
-    REDUCTIONS,
-    Arrays,
-    DHidden,
-    Direction,
-    Function,
-    Gradient,
-    Partial,
-    Rest,
-    Shards,
-    Smoothing,
-    Ties,
-)
+from pce_mpi.conformance.problems.cases import DTYPES, OPTIONS, REDUCTIONS, Gradient, Shards
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.kinds.placement import FINDS, MOVES
+
+# Further options, of candidates of one kind.
+MORE_OPTIONS = ("temperature", "support", "bias")
+AVERAGED = ("data", "context", "micro-batches")
+Computed = Literal["sum", "mean", "max", "min", "prod", "norm", "norm-inf", "logsumexp", "replicate", "shard"]
 
 Candidate = Callable[..., Any]
 _Candidate = TypeVar("_Candidate", bound=Candidate)
@@ -133,15 +120,15 @@ class Offer:
     options: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("mean",)
     ignore_index: int | None = None
-    smoothing: Smoothing = "all"
-    direction: Direction = "forward"
+    smoothing: Literal["all", "others"] = "all"
+    direction: Literal["forward", "reverse", "jensen-shannon"] = "forward"
     beta: float = 0.5
     temperature_squared: bool = False
-    rest: Rest = "dropped"
-    dhidden: DHidden = "summed"
-    computes: Function = "sum"
-    partial: Partial = "no"
-    ties: Ties = "shared"
+    rest: Literal["dropped", "renormalized", "bucket"] = "dropped"
+    dhidden: Literal["summed", "partial"] = "summed"
+    computes: Computed = "sum"
+    partial: Literal["no", "term", "array"] = "no"
+    ties: Literal["shared", "first"] = "shared"
     probabilities: bool = False
     class_numbers: bool = True
     normalized: bool = False
@@ -149,7 +136,7 @@ class Offer:
     any_axis: bool = False
     shards: Shards = "any"
     gradient: Gradient = Gradient.VALUE
-    arrays: Arrays = "numpy"
+    arrays: Literal["numpy", "cupy", "torch"] = "numpy"
     strided: bool = True
     overwrites_logits: bool = False
     deterministic: bool = True
@@ -173,26 +160,19 @@ class Offer:
         self._set("dims", _subset("dims", self.dims, range(1, 33)))
         self._set("probabilities", self.probabilities if self.class_numbers else True)
         self._set("gradient", Gradient(_one("gradient", self.gradient, tuple(Gradient))))
-        _one("shards", self.shards, get_args(Shards))
-        _one("arrays", self.arrays, get_args(Arrays))
-        _one("smoothing", self.smoothing, get_args(Smoothing))
-        _one("direction", self.direction, get_args(Direction))
         if not (isinstance(self.beta, float | int) and 0 <= self.beta <= 1):
             raise ValueError(f"beta must be a number from 0 to 1, got {self.beta!r}")
-        _one("rest", self.rest, get_args(Rest))
-        _one("dhidden", self.dhidden, get_args(DHidden))
-        _one("computes", self.computes, get_args(Function))
-        _one("partial", self.partial, get_args(Partial))
-        _one("ties", self.ties, get_args(Ties))
-        if self.partial != "no":
-            self._set("shards", "equal")
         for name in ("dtypes", "reductions", "dims"):
             if not getattr(self, name):
                 raise ValueError(f"{name} of an offer must not be empty")
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.type == "bool" and not isinstance(value, bool):
+            if get_origin(each.type) is Literal:
+                _one(each.name, value, get_args(each.type))
+            elif each.type is bool and not isinstance(value, bool):
                 raise TypeError(f"{each.name} of an offer must be True or False, got {value!r}")
+        if self.partial != "no":
+            self._set("shards", "equal")
         if self.ignore_index is not None and type(self.ignore_index) is not int:
             raise TypeError(f"ignore_index of an offer must be an int, got {self.ignore_index!r}")
 
@@ -293,10 +273,10 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
         try:
             candidate.declared = getattr(candidate, "declared", {}) | supported  # type: ignore[attr-defined]  # takes any
         except AttributeError:  # as for a bound method
-            kind = type(candidate).__name__
-            raise TypeError(
-                f"a {kind} takes no declarations: write a function that calls it, and declare that"
-            ) from None
+            text = (
+                f"a {type(candidate).__name__} takes no declarations: write a function that calls it, and declare that"
+            )
+            raise TypeError(text) from None
         return candidate
 
     return declare

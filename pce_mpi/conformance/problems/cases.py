@@ -14,20 +14,9 @@ from pce_mpi.loss.options import ROWS
 
 OPTIONS = tuple(name for name, row in ROWS.items() if "catches" in row)
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-# Further options, of candidates of one kind.
-MORE_OPTIONS = ("temperature", "support", "bias")
 REDUCTIONS = ("mean", "sum", "none")
-AVERAGED = ("data", "context", "micro-batches")
 
 Shards = Literal["equal", "array_split", "chunks", "any"]
-Arrays = Literal["numpy", "cupy", "torch"]
-Smoothing = Literal["all", "others"]
-Direction = Literal["forward", "reverse", "jensen-shannon"]
-DHidden = Literal["summed", "partial"]
-Rest = Literal["dropped", "renormalized", "bucket"]
-Function = Literal["sum", "mean", "max", "min", "prod", "norm", "norm-inf", "logsumexp", "replicate", "shard"]
-Partial = Literal["no", "term", "array"]
-Ties = Literal["shared", "first"]
 # The fields of an offer in which candidates of one kind mean different numbers.
 CONVENTIONS = (
     *("smoothing", "direction", "beta", "temperature_squared", "rest", "dhidden"),

@@ -135,19 +135,16 @@ def _faults(b: Textbook) -> Faults:
     parts = [_of(b.x[:, b.in_shard(rank)], conventions) for rank in range(ranks)]
     own, slopes = np.stack([values for values, _ in parts]), np.concatenate([slope for _, slope in parts], axis=-1)
     if ranks > 1:
+        local = f"the {name} is of each rank's own elements: it is never reduced over the ranks"
         for gradient in (right, slopes * g):
-            yield (
-                f"the {name} is of each rank's own elements: it is never reduced over the ranks",
-                Given((*own,), gradient),
-            )
+            yield local, Given((*own,), gradient)
             yield f"the ranks' values of the {name} are added", Given((own.sum(axis=0),), gradient)
         for gradient in (right, slopes * g, slopes * g / ranks):
             text = f"the ranks' values of the {name} are averaged, however many elements each rank has"
             yield text, Given((own.mean(axis=0),), gradient)
         yield _AS_A_SUM if conventions["partial"] == "term" else _PASSED, Given(None, slopes * g)
-        tied = np.concatenate(
-            [slope * (each == b.problem.expected[0].reshape(-1))[:, None] for each, slope in parts], -1
-        )
+        due = b.problem.expected[0].reshape(-1)
+        tied = np.concatenate([slope * (each == due)[:, None] for each, slope in parts], axis=-1)
         yield "each rank whose own element ties has the whole gradient", Given(None, tied * g)
     if name in ("sum", "mean") and b.problem.dtype.itemsize == 2:
         share = np.diff(b.problem.splits)[:, None] / b.problem.classes if name == "mean" else 1.0
@@ -345,10 +342,8 @@ def _nan(setting: Setting) -> Problem:
 @CASES.case("placement/infinities", special=True)
 def _infinities(setting: Setting) -> Problem:
     """An infinity of either sign on one rank, and on all: -inf less -inf, and inf times 0."""
-    return _with(
-        setting,
-        lambda row, problem: ({row: np.inf}, {row: -np.inf}, dict.fromkeys(range(problem.ranks), -np.inf), {})[row % 4],
-    )
+    everywhere = dict.fromkeys(range(setting.ranks), -np.inf)
+    return _with(setting, lambda row, problem: ({row: np.inf}, {row: -np.inf}, everywhere, {})[row % 4])
 
 
 @CASES.case("placement/zeros", special=True)
@@ -362,9 +357,8 @@ def _large(setting: Setting) -> Problem:
     """Elements whose squares overflow: a norm that does not divide by the largest first."""
     problem = _drawn(setting)
     limits = np.finfo(np.float16 if problem.dtype.itemsize == 2 else problem.dtype)
-    return replace(
-        problem, logits=rounded(setting, problem.logits.astype(np.float64) * 2.0 ** (limits.maxexp * 3 // 4))
-    )
+    large = problem.logits.astype(np.float64) * 2.0 ** (limits.maxexp * 3 // 4)
+    return replace(problem, logits=rounded(setting, large))
 
 
 @CASES.case("placement/arguments-unmodified", keeps_logits=True)
