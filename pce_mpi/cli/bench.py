@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
+from pce_mpi import loss
 from pce_mpi.arrays import dtype_named
 from pce_mpi.cli.arguments import mesh_sizes, positive
 from pce_mpi.cli.output import Comm, progress
@@ -23,15 +24,6 @@ from pce_mpi.comm.tracing import Purpose, cause, trace
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.kernels import kernel_text
-from pce_mpi.loss import (
-    argmax,
-    class_statistics_backward,
-    class_statistics_forward,
-    softmax_cross_entropy_backward,
-    softmax_cross_entropy_forward,
-    softmax_cross_entropy_value_and_grad,
-    top_k,
-)
 from pce_mpi.loss.options import CrossEntropyOptions, Options, checked_numbers
 from pce_mpi.text import Cell, table
 
@@ -228,24 +220,24 @@ def _losses(arrays: dict[str, Array], options: dict[str, Any], comm: Comm) -> It
     given = {"targets": "targets", **options}
     given = {name: arrays[value] if isinstance(value, str) else value for name, value in given.items()}
     text = ", ".join(f"{name}={value}" for name, value in options.items())
-    _, residuals = softmax_cross_entropy_forward(logits, comm=comm, **given)
+    _, residuals = loss.softmax_cross_entropy_forward(logits, comm=comm, **given)
     reads = 2 if "targets" in options else 1
-    yield _Work("forward", text, lambda: softmax_cross_entropy_forward(logits, comm=comm, **given), reads)
-    yield _Work("backward", text, lambda: softmax_cross_entropy_backward(1.0, residuals, out=out), reads + 1)
-    both = partial(softmax_cross_entropy_value_and_grad, logits, comm=comm, out=out, **given)
+    yield _Work("forward", text, lambda: loss.softmax_cross_entropy_forward(logits, comm=comm, **given), reads)
+    yield _Work("backward", text, lambda: loss.softmax_cross_entropy_backward(1.0, residuals, out=out), reads + 1)
+    both = partial(loss.softmax_cross_entropy_value_and_grad, logits, comm=comm, out=out, **given)
     yield _Work("value_and_grad", text, both, 2 * reads + 1)
 
 
 def _others(arrays: dict[str, Array], k: int, comm: Comm) -> Iterator[_Work]:
     """Yield the other functions of logits."""
     logits, targets, out = (arrays[name] for name in ("logits", "targets", "out"))
-    _, residuals = class_statistics_forward(logits, targets, comm=comm)
+    _, residuals = loss.class_statistics_forward(logits, targets, comm=comm)
     upstream = np.ones(len(logits))
-    back = partial(class_statistics_backward, residuals, log_prob=upstream, entropy=upstream, out=out)
-    yield _Work("class_statistics", "", lambda: class_statistics_forward(logits, targets, comm=comm), 1)
+    back = partial(loss.class_statistics_backward, residuals, log_prob=upstream, entropy=upstream, out=out)
+    yield _Work("class_statistics", "", lambda: loss.class_statistics_forward(logits, targets, comm=comm), 1)
     yield _Work("class_statistics_backward", "", back, 2)
-    yield _Work(f"top_k of {k}", "", lambda: top_k(logits, k, comm=comm), 1)
-    yield _Work("argmax", "", lambda: argmax(logits, comm=comm), 1)
+    yield _Work(f"top_k of {k}", "", lambda: loss.top_k(logits, k, comm=comm), 1)
+    yield _Work("argmax", "", lambda: loss.argmax(logits, comm=comm), 1)
 
 
 def _arrays(options: argparse.Namespace, classes: int, dtype: np.dtype[Any], size: int, rank: int) -> dict[str, Array]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi import dense
+from pce_mpi import dense, loss
 from pce_mpi.cli.arguments import natural
 from pce_mpi.cli.output import Comm
 from pce_mpi.comm.collectives import all_reduce
@@ -20,12 +20,6 @@ from pce_mpi.conformance.problems.cases import OPTIONS
 from pce_mpi.conformance.reports.summary import problem
 from pce_mpi.distributed.placements import shard_range
 from pce_mpi.kernels import kernel_text
-from pce_mpi.loss import (
-    class_statistics,
-    softmax_cross_entropy_backward,
-    softmax_cross_entropy_forward,
-    softmax_cross_entropy_value_and_grad,
-)
 from pce_mpi.text import Cell, table
 from pce_mpi.ulps import ulp
 
@@ -104,7 +98,7 @@ def _against_rank_order(*arrays: Any, comm: Comm, **options: Any) -> tuple[Any, 
     """The last rank of the communicator that the loss sees has the first classes."""
     reverse: Any = None if comm is None else comm.Split(0, -comm.rank)
     try:
-        return softmax_cross_entropy_value_and_grad(*arrays, comm=reverse, **options)
+        return loss.softmax_cross_entropy_value_and_grad(*arrays, comm=reverse, **options)
     finally:
         if reverse is not None:
             reverse.Free()
@@ -112,8 +106,8 @@ def _against_rank_order(*arrays: Any, comm: Comm, **options: Any) -> tuple[Any, 
 
 @offers(gradient="backward", reductions=("none",), overwrites_logits=True)
 def _in_place(logits: Any, targets: Any, *, comm: Comm, **options: Any) -> tuple[Any, Any]:
-    loss, residuals = softmax_cross_entropy_forward(logits, targets, comm=comm, reduction="none", **options)
-    return loss, lambda dloss: softmax_cross_entropy_backward(dloss, residuals, out=logits)
+    value, residuals = loss.softmax_cross_entropy_forward(logits, targets, comm=comm, reduction="none", **options)
+    return value, lambda dloss: loss.softmax_cross_entropy_backward(dloss, residuals, out=logits)
 
 
 def _rows_sharded(logits: Any, targets: Any, *, class_start: int, num_classes: int, comm: Comm) -> tuple[Any, Any]:
@@ -121,9 +115,9 @@ def _rows_sharded(logits: Any, targets: Any, *, class_start: int, num_classes: i
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     whole = logits if comm is None else np.concatenate(comm.allgather(logits), axis=-1)
     mine = slice(*shard_range(len(whole), size, rank))
-    loss, dlogits = softmax_cross_entropy_value_and_grad(whole[mine], targets[mine], batch_comm=comm)
+    value, dlogits = loss.softmax_cross_entropy_value_and_grad(whole[mine], targets[mine], batch_comm=comm)
     gradient = dlogits if comm is None else np.concatenate(comm.allgather(dlogits))
-    return loss, gradient[:, class_start : class_start + logits.shape[-1]].copy()
+    return value, gradient[:, class_start : class_start + logits.shape[-1]].copy()
 
 
 # By what sets the call apart: cases, and the functions that are run, by the column that shows their gradient.
@@ -131,7 +125,7 @@ _WAYS: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
     "": (_CASES, {"gradient": ValueAndGrad(), "two passes": ForwardAndBackward()}),
     "compute_dtype float64": (
         (_PLAIN,),
-        {"gradient": partial(softmax_cross_entropy_value_and_grad, compute_dtype=np.float64)},
+        {"gradient": partial(loss.softmax_cross_entropy_value_and_grad, compute_dtype=np.float64)},
     ),
     "shards against the order of ranks": (("uneven-shards/any",), {"gradient": _against_rank_order}),
     "out=logits": (("upstream/each-row",), {"two passes": _in_place}),
@@ -143,7 +137,7 @@ def _statistics_match(seed: int, comm: Comm) -> bool:
     (case,) = cases(pattern=_PLAIN)
     size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
     whole = problem_of(case, Offer(), size, seed=seed)
-    got = class_statistics(whole.shard(rank).arrays["logits"], whole.targets, comm=comm)._asdict()
+    got = loss.class_statistics(whole.shard(rank).arrays["logits"], whole.targets, comm=comm)._asdict()
     return all(
         np.all(np.abs(got[name] - exact) <= allowed(_TOLERANCE, "float32") * ulp(exact, "float32"))
         for name, exact in dense.class_statistics(whole.logits, whole.targets)._asdict().items()
@@ -152,16 +146,16 @@ def _statistics_match(seed: int, comm: Comm) -> bool:
 
 def _sends_once(comm: Any) -> bool:
     with trace() as forward:
-        _, residuals = softmax_cross_entropy_forward(np.zeros((2, 3)), [0, 0], comm=comm)
+        _, residuals = loss.softmax_cross_entropy_forward(np.zeros((2, 3)), [0, 0], comm=comm)
     with trace() as backward:
-        softmax_cross_entropy_backward(1.0, residuals)
+        loss.softmax_cross_entropy_backward(1.0, residuals)
     return forward.count() == 1 and not backward.events
 
 
 def _raises_together(comm: Any) -> bool:
     wrong_on_the_last = np.zeros((2, 3), np.int64 if comm.rank == comm.size - 1 else np.float32)
     try:
-        softmax_cross_entropy_forward(wrong_on_the_last, [0, 0], comm=comm)
+        loss.softmax_cross_entropy_forward(wrong_on_the_last, [0, 0], comm=comm)
     except TypeError:
         return True
     return False

@@ -20,18 +20,13 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from pce_mpi import loss
 from pce_mpi.arrays import is_floating
 from pce_mpi.conformance.problems.cases import DTYPES, OPTIONS, REDUCTIONS, has_dtype
 from pce_mpi.conformance.problems.problem import Array, Problem
 from pce_mpi.conformance.problems.textbook import Textbook
 from pce_mpi.distributed.tensor_files import TensorFile
 from pce_mpi.jobs.mpiexec import number_of_cores
-from pce_mpi.loss import (
-    class_statistics_backward,
-    class_statistics_forward,
-    softmax_cross_entropy,
-    softmax_cross_entropy_value_and_grad,
-)
 from pce_mpi.loss.options import Options, checked_numbers
 from pce_mpi.loss.problem import target_text
 from pce_mpi.text import names_shown, shown
@@ -330,11 +325,11 @@ def exact_numbers(name: str, problem: Problem, with_gradient: bool = False) -> t
     if name == "loss":
         options["reduction"] = "none"
         if out is None:
-            return softmax_cross_entropy(problem.logits, problem.targets, **options), None
-        return softmax_cross_entropy_value_and_grad(problem.logits, problem.targets, out=out, **options)
+            return loss.softmax_cross_entropy(problem.logits, problem.targets, **options), None
+        return loss.softmax_cross_entropy_value_and_grad(problem.logits, problem.targets, out=out, **options)
     targets = problem.targets if problem.with_numbers else None
-    statistics, residuals = class_statistics_forward(problem.logits, targets, **options)
+    statistics, residuals = loss.class_statistics_forward(problem.logits, targets, **options)
     numbers = getattr(statistics, name)
     if out is not None:
-        class_statistics_backward(residuals, out=out, **{name: np.ones(problem.rows)})
+        loss.class_statistics_backward(residuals, out=out, **{name: np.ones(problem.rows)})
     return numbers, out

@@ -10,16 +10,7 @@ from pce_mpi.arrays import compute_dtype_of, dtype_named
 from pce_mpi.conformance.problems.cases import OPTIONS, REDUCTIONS, has_dtype
 from pce_mpi.conformance.problems.kinds import sharding
 from pce_mpi.conformance.problems.problem import Array, Kind, Problem, Told
-from pce_mpi.conformance.problems.textbook import (
-    Computed,
-    Faults,
-    Given,
-    Textbook,
-    all_ranks,
-    each_rank,
-    of_gradient,
-    softmax,
-)
+from pce_mpi.conformance.problems.textbook import Faults, Given, Textbook, all_ranks, each_rank, of_gradient, softmax
 from pce_mpi.ulps import ulp
 
 _LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128, "float32": 2.0**128, "float64": np.finfo(np.float64).max}
@@ -134,11 +125,9 @@ def _smoothing(b: Textbook) -> Faults:
         yield text, Given(partly.losses, b.gradient())
         # TransformerEngine: the sum of logits that are not shifted is local, its other terms are not
         top = b.z.max(axis=-1, initial=-np.inf)
-        unreduced = tuple(
-            book.but(total=b.total, lost=(b.total - book.u.sum(axis=-1)) * np.where(b.valid, top, 0.0))
-            for book in partly.books
-        )
-        yield text, Given(Computed(unreduced).losses, b.gradient())
+        shift = np.where(b.valid, top, 0.0)
+        books = [book.but(total=b.total, lost=(b.total - book.u.sum(axis=-1)) * shift) for book in partly.books]
+        yield text, Given(each_rank(b, lambda rank: books[rank]).losses, b.gradient())
     text = f"label smoothing is spread over the {classes - 1} other classes, not over all {classes}"
     yield text, all_ranks(b.with_u(b.w * (b.q * (1.0 - s) + (1.0 - b.q) * s / max(classes - 1, 1))))
 
