@@ -13,8 +13,8 @@ from pce_mpi.cli.output import Comm
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause, trace
 from pce_mpi.conformance import Offer, Outcome, Tolerance, Verdict, cases, offers, run_case
-from pce_mpi.conformance.candidates.adapters import ForwardAndBackward, ValueAndGrad
 from pce_mpi.conformance.candidates.fitting import problem_of
+from pce_mpi.conformance.candidates.loading import ForwardAndBackward, ValueAndGrad
 from pce_mpi.conformance.judging.comparing import allowed
 from pce_mpi.conformance.problems.cases import OPTIONS
 from pce_mpi.conformance.reports.summary import problem

@@ -24,7 +24,7 @@ from typing import Any
 from pce_mpi.cli.arguments import natural, positive, positive_real, writable_file
 from pce_mpi.cli.output import Bar
 from pce_mpi.comm.launcher import launcher_env
-from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
+from pce_mpi.conformance.candidates.loading import FUNCTION_ADAPTERS, NAMED_CANDIDATES, missing_framework
 from pce_mpi.conformance.judging.outcomes import Outcome, Report, Verdict
 from pce_mpi.conformance.problems.cases import DTYPES, fits
 from pce_mpi.conformance.reports import json_file, terminal

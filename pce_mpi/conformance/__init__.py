@@ -14,9 +14,8 @@ In pytest, started on any number of ranks:
 A function in torch or JAX becomes a candidate by `adapted`. Importing this package does not start MPI.
 """
 
-from pce_mpi.conformance.candidates.adapters import adapted as adapted
 from pce_mpi.conformance.candidates.catalogue import cases as cases
-from pce_mpi.conformance.candidates.loading import load as load
+from pce_mpi.conformance.candidates.loading import adapted as adapted, load as load
 from pce_mpi.conformance.candidates.offers import Offer as Offer, offer_of as offer_of, offers as offers
 from pce_mpi.conformance.judging.comparing import Tolerance as Tolerance
 from pce_mpi.conformance.judging.outcomes import Outcome as Outcome, Verdict as Verdict

@@ -17,9 +17,9 @@ import pytest
 from jobs.launch import complete
 from pce_mpi import dense
 from pce_mpi.conformance import Gradient, Offer, Outcome, Verdict, cases, load, offer_of, offers
-from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, adapted
 from pce_mpi.conformance.candidates.catalogue import cases_of_all_kinds, catalogue
 from pce_mpi.conformance.candidates.fitting import problem_of, unmet_need
+from pce_mpi.conformance.candidates.loading import FUNCTION_ADAPTERS, adapted
 from pce_mpi.conformance.candidates.offers import EVERYTHING
 from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding
 from pce_mpi.conformance.problems.cases import DTYPES, OPTIONS, REDUCTIONS, Cases, Expects, Needs, Shards, fits

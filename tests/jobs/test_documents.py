@@ -25,7 +25,7 @@ from jobs.launch import ROOT, complete, job_environment, launch, launch_source
 from jobs.test_house import FOLDERS
 import pce_mpi
 from pce_mpi.cli import _parser
-from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES
+from pce_mpi.conformance.candidates.loading import FUNCTION_ADAPTERS, NAMED_CANDIDATES
 from pce_mpi.jobs.mpiexec import mpiexec
 
 PAGES = {

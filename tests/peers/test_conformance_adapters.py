@@ -12,8 +12,8 @@ import pytest
 from jobs.launch import ROOT, complete
 from pce_mpi import dense as dense_loss
 from pce_mpi.conformance import Gradient, Offer, cases, load, offers, run_case
-from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted
-from pce_mpi.conformance.candidates.adapters.torch_tensors import ProcessGroup
+from pce_mpi.conformance.candidates.loading import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted
+from pce_mpi.conformance.candidates.torch_tensors import ProcessGroup
 from pce_mpi.conformance.judging.outcomes import Report, agree
 from pce_mpi.conformance.problems.cases import REDUCTIONS
 from pce_mpi.conformance.reports import summary
@@ -51,7 +51,7 @@ def test_frameworks_and_mpi_are_imported_when_needed():
     program = """
         import sys
 
-        from pce_mpi.conformance.candidates.adapters import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted
+        from pce_mpi.conformance.candidates.loading import FUNCTION_ADAPTERS, NAMED_CANDIDATES, adapted
 
         def function(logits, targets, group): ...
 

@@ -13,8 +13,8 @@ from candidates.wrong.probabilities import ProbabilitiesSumTo1
 from candidates.wrong.rows import ClassNumbersInUint8
 import pce_mpi as pce
 from pce_mpi.conformance import Gradient, Offer, Tolerance, Verdict, assert_conforms, cases, offers, run_case
-from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES
 from pce_mpi.conformance.candidates.catalogue import catalogue, shapes
+from pce_mpi.conformance.candidates.loading import NAMED_CANDIDATES
 from pce_mpi.conformance.problems.cases import OPTIONS, REDUCTIONS
 
 # One rank alone, and shards of several lengths.

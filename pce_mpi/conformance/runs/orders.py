@@ -31,8 +31,8 @@ def names_of_all_cases(dtypes: tuple[str, ...] = DTYPES, large: bool = False) ->
 class Orders:
     """One candidate, and the cases to run.
 
-    candidate   a name in `adapters.NAMED_CANDIDATES`, or package.module:candidate, or path/to/file.py:candidate
-    adapter     a name in `adapters.FUNCTION_ADAPTERS` that makes a candidate of a function; None: it is one
+    candidate   a name in `loading.NAMED_CANDIDATES`, or package.module:candidate, or path/to/file.py:candidate
+    adapter     a name in `loading.FUNCTION_ADAPTERS` that makes a candidate of a function; None: it is one
     patterns    names, families or shell patterns of names; None: all cases
     but         the same, of cases to leave out
     dtypes      of the logits; None: all

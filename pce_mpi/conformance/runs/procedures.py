@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pce_mpi.arrays import as_array, is_floating, library_named, shares_memory, to_host
-from pce_mpi.conformance.candidates.adapters.torch_tensors import tensor_of
 from pce_mpi.conformance.candidates.offers import Offer
+from pce_mpi.conformance.candidates.torch_tensors import tensor_of
 from pce_mpi.conformance.judging.comparing import difference
 from pce_mpi.conformance.judging.judge import Answer, answered
 from pce_mpi.conformance.judging.outcomes import Finding

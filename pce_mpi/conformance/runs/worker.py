@@ -35,8 +35,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from pce_mpi.comm.launcher import why_apart
-from pce_mpi.conformance.candidates.adapters import NAMED_CANDIDATES, adapted
-from pce_mpi.conformance.candidates.loading import check_call, load
+from pce_mpi.conformance.candidates.loading import NAMED_CANDIDATES, adapted, check_call, load
 from pce_mpi.conformance.candidates.offers import Offer, offer_of
 from pce_mpi.conformance.judging.comparing import Tolerance
 from pce_mpi.conformance.runs.orders import Orders

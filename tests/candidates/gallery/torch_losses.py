@@ -9,7 +9,7 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.nn.functional import cross_entropy, linear_cross_entropy
 
 from pce_mpi.conformance import Gradient, Offer
-from pce_mpi.conformance.candidates.adapters.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
+from pce_mpi.conformance.candidates.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
 
 
 class TorchDense:
