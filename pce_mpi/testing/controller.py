@@ -21,6 +21,7 @@ from pce_mpi.jobs.patience import Patience
 from pce_mpi.testing.orders import STARTUP, Orders
 from pce_mpi.testing.sizes import at_size, with_size
 from pce_mpi.testing.verdict import RanksFailure, own_stack
+from pce_mpi.text import grouped
 
 # Tests that end their session are left behind, but not any number of them: a hang takes its time.
 _MOST_SESSIONS = 30
@@ -306,11 +307,9 @@ class _Course:
 
     def _stacks(self, ranks: Iterable[int], what: str) -> list[list[Any]]:
         """Return where these ranks are, without the frames of pytest."""
-        on_stack: dict[str, list[int]] = {}
-        for rank in ranks:
-            lines = self._job.stack(rank).splitlines()[1:]
-            on_stack.setdefault(own_stack(lines) if lines else "does not answer", []).append(rank)
-        return [[f"{what}, {ranks_text(on)} of {self._job.ranks}", stack, ""] for stack, on in on_stack.items()]
+        stacks = {rank: self._job.stack(rank).splitlines()[1:] for rank in ranks}
+        on = grouped((own_stack(lines) if lines else "does not answer", rank) for rank, lines in stacks.items())
+        return [[f"{what}, {ranks_text(who)} of {self._job.ranks}", stack, ""] for stack, who in on.items()]
 
     # Output.
 

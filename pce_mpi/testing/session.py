@@ -39,7 +39,7 @@ from pce_mpi.testing.examples import keep_in_step
 from pce_mpi.testing.orders import NAME, STARTUP, Orders
 from pce_mpi.testing.sizes import at_size, select
 from pce_mpi.testing.verdict import Data, RanksFailure, blocks_of, exchange, own_stack
-from pce_mpi.text import bounded
+from pce_mpi.text import bounded, grouped
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -367,9 +367,5 @@ def _file(nodeid: str) -> str:
 
 def _tests_of_some(file: str, tests: Sequence[list[str]]) -> str:
     """Name the tests of a file that some ranks have found, and which ranks."""
-    ranks_by_test: dict[str, list[int]] = {}
-    for rank, of_rank in enumerate(tests):
-        for test in of_rank:
-            if _file(test) == file:
-                ranks_by_test.setdefault(test, []).append(rank)
+    ranks_by_test = grouped((test, rank) for rank, each in enumerate(tests) for test in each if _file(test) == file)
     return "\n".join(f"{test}: {ranks_text(on)}" for test, on in ranks_by_test.items() if len(on) < len(tests))

@@ -15,7 +15,7 @@ from pce_mpi.comm.errors import ranks_text
 from pce_mpi.conformance.candidates.offers import Offer
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.problems.problem import PRODUCTS, Kind, Problem
-from pce_mpi.text import bounded
+from pce_mpi.text import bounded, grouped
 
 # The words of `comparing` for a wrong number; `judge` puts them in brackets after a known cause.
 _RESULT = "|".join(kind.noun for kind in KINDS.values())
@@ -142,10 +142,7 @@ def likeness(cause: str) -> str:
 
 def together(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Return each finding of the ranks once, with those that found it if they are not all."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, each in enumerate(findings):
-        for finding in each:
-            ranks.setdefault((finding.kind, finding.text), []).append(rank)
+    ranks = grouped(((finding.kind, finding.text), rank) for rank, each in enumerate(findings) for finding in each)
     return [
         Finding(kind, text if len(who) == len(findings) else f"{text} ({ranks_text(who)})")
         for (kind, text), who in ranks.items()
@@ -283,10 +280,8 @@ def agree(outcomes: Sequence[Outcome]) -> None:
     findings = [finding for outcome in outcomes if outcome.failed for finding in outcome.findings]
     left = [(finding, fault) for finding in findings for fault in finding.faults if fault.causes]
     while any(fault.alike for _, fault in left):
-        fitting: dict[str, list[int]] = {}
-        for place, (_, fault) in enumerate(left):
-            for cause in dict.fromkeys(map(likeness, fault.causes)):
-                fitting.setdefault(cause, []).append(place)
+        alike = [dict.fromkeys(map(likeness, fault.causes)) for _, fault in left]
+        fitting = grouped((cause, place) for place, causes in enumerate(alike) for cause in causes)
         ranks = {
             cause: (-len(places), sum(_closer(left[place][1], cause) for place in places))
             for cause, places in fitting.items()

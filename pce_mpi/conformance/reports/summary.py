@@ -11,7 +11,7 @@ from pce_mpi.conformance.judging.outcomes import Accuracy, Finding, Outcome, Rep
 from pce_mpi.conformance.problems.cases import About, Gradient
 from pce_mpi.conformance.problems.kinds import KINDS
 from pce_mpi.conformance.text import visible
-from pce_mpi.text import Cell
+from pce_mpi.text import Cell, grouped
 
 MEANING = {
     Verdict.PASS: "right, or refused where that is due",
@@ -80,10 +80,9 @@ def by_cause(report: Report) -> list[list[Outcome]]:
     """Return the failures of each cause, whatever its numbers: the most harmful first, then the most frequent."""
     causes = [_causes(outcome) for outcome in report.failed]
     number = Counter(cause for each in causes for cause in each)
-    groups: dict[str, list[Outcome]] = {}
-    for outcome, each in zip(report.failed, causes, strict=True):
-        # A case of two faults stands where the rarer one is told.
-        groups.setdefault(min(each, key=lambda cause: number[cause]), []).append(outcome)
+    # A case of two faults stands where the rarer one is told.
+    rarest = [min(each, key=lambda cause: number[cause]) for each in causes]
+    groups = grouped(zip(rarest, report.failed, strict=True))
     return sorted(groups.values(), key=lambda failed: (_HARM.index(about(failed)), -len(failed)))
 
 

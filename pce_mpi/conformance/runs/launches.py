@@ -21,6 +21,7 @@ from pce_mpi.conformance.serialization import from_json
 from pce_mpi.conformance.text import innermost
 from pce_mpi.jobs.job import Job
 from pce_mpi.jobs.mpiexec import LaunchError, most_ranks
+from pce_mpi.text import grouped
 
 # Seconds between reads of the ranks' files.
 _POLL = 0.02
@@ -248,9 +249,7 @@ class Launch:
         """Say what each rank did last, and whether they wait for each other as far as one can know."""
         before = [self._last(number, each) for number, each in enumerate(self._ranks)]
         time.sleep(_MOMENT)
-        phrases: dict[str, list[int]] = {}
-        for number, each in enumerate(self._ranks):
-            phrases.setdefault(self._last(number, each), []).append(number)
+        phrases = grouped((self._last(number, each), number) for number, each in enumerate(self._ranks))
         # The ranks that never returned come first.
         order = sorted(phrases, key=lambda phrase: not phrase.startswith("never"))
         text = "; ".join(f"{ranks_text(phrases[phrase])} {phrase}" for phrase in order)
@@ -342,11 +341,9 @@ def run_cases(
 
 def _compare_with_known(outcomes: Sequence[Outcome], known: Sequence[str]) -> None:
     """Take failures for what was known; fail a known case that passes on every number of ranks."""
-    by_name: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        if any(fits(outcome.case, pattern) for pattern in known) and outcome.verdict is not Verdict.NOT_OFFERED:
-            by_name.setdefault(outcome.case, []).append(outcome)
-    for found in by_name.values():
+    offered = (outcome for outcome in outcomes if outcome.verdict is not Verdict.NOT_OFFERED)
+    of_known = ((each.case, each) for each in offered if any(fits(each.case, pattern) for pattern in known))
+    for found in grouped(of_known).values():
         for outcome in found:
             if outcome.failed:
                 outcome.verdict, outcome.note = Verdict.KNOWN, f"{outcome.verdict}: {outcome.findings[0].text}"
