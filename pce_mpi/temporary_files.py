@@ -5,8 +5,6 @@ shared file systems such locks are visible on one machine only, and others have 
 that made it; a file of another machine counts as abandoned if it has not changed for a week.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 import fcntl
 from functools import cache

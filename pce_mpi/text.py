@@ -1,7 +1,5 @@
 """Values in messages, of which long ones lose their middle; and tables in plain text."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 import reprlib
 from typing import Any, TypeVar

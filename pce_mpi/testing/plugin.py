@@ -4,8 +4,6 @@
 session of the ranks that the launcher has started (`session.py`).
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 import os
 import sys

@@ -48,9 +48,8 @@ def select(config: pytest.Config, items: list[pytest.Item], here: int, asked: Se
             runs = all(fits(here) for _, fits in needs)
         else:
             text = " and ".join(text for text, _ in needs)
-            reason = (
-                f"runs on {text}, which {' and '.join(map(str, asked))} {'are' if asked[1:] else 'is'} not{missing}"
-            )
+            sizes = " and ".join(map(str, asked))
+            reason = f"runs on {text}, which {sizes} {'are' if asked[1:] else 'is'} not{missing}"
             item.add_marker(pytest.mark.skip(reason=reason))
             runs = here == asked[0]
         (kept if runs else others).append(item)

@@ -273,9 +273,8 @@ def offers(**supported: Any) -> Callable[[_Candidate], _Candidate]:
         try:
             candidate.declared = getattr(candidate, "declared", {}) | supported  # type: ignore[attr-defined]  # takes any
         except AttributeError:  # as for a bound method
-            text = (
-                f"a {type(candidate).__name__} takes no declarations: write a function that calls it, and declare that"
-            )
+            kind = type(candidate).__name__
+            text = f"a {kind} takes no declarations: write a function that calls it, and declare that"
             raise TypeError(text) from None
         return candidate
 

@@ -3,8 +3,6 @@
 Rows are sharded by elements, or each rank has one term of a partial array: that is an array of an element a rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
