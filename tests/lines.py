@@ -15,10 +15,10 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_504,
+    "package, Python": 24_411,
     "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_588,
-    "package, files of Python": 193,
+    "package, lines of docstrings": 8_581,
+    "package, files of Python": 192,
     "tests, Python": 36_856,
 }
 
