@@ -237,7 +237,7 @@ DEADLOCKS_AND_CRASHES = {"empty_shard_waits", "target_out_of_range_waits", "empt
 
 
 # Tests of their own plant the faults of other kinds of candidates.
-OTHER_KINDS = {"steps"}
+OTHER_KINDS = {"steps", "placements"}
 
 
 def wrong(fault):
