@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import pce_mpi as pce
 from pce_mpi.cli.arguments import positive
-from pce_mpi.conformance.reports.tables import table
 from pce_mpi.svg import new_figure
+from pce_mpi.text import table
 from transformer import GPT, passages, read_corpus, step
 
 COMM = MPI.COMM_WORLD
