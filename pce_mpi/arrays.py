@@ -52,7 +52,7 @@ def as_array(value: Any, name: str) -> Any:
         filled = ".filled(ignore_index)" if name == "targets" else ".filled(value), as -inf masks the class of a logit"
         raise TypeError(f"{name} is a masked array, whose mask would be lost; take {filled}")
     try:
-        if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+        if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
             return _from_dlpack(value)
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
@@ -84,18 +84,27 @@ def _from_dlpack(value: Any) -> Any:
         array = import_cupy().from_dlpack(value)
         is_null = not array.data.ptr
     elif "bfloat16" not in str(value.dtype):
-        array = np.from_dlpack(value)
+        array = _on_host(value, of_torch)
         is_null = array.flags.owndata  # NumPy has allocated what the null pointer has not
     elif (bfloat16 := _of_ml_dtypes("bfloat16")) is None:
         raise TypeError("bfloat16 on the host needs ml_dtypes: pip install 'pce_mpi[bf16]'")
     elif of_torch:  # NumPy's DLPack has no bfloat16, so the memory passes as int16
-        array = np.from_dlpack(value.view(torch.int16)).view(bfloat16)
+        array = _on_host(value.view(torch.int16), of_torch).view(bfloat16)
         is_null = array.base.flags.owndata
     else:
         return np.asarray(value)
     if is_null and array.size:
         raise TypeError(f"{type(value).__name__} gives a null pointer for {array.size} elements, which are nowhere")
     return array
+
+
+#: whether this NumPy takes all that comes by DLPack for read-only
+DLPACK_IS_READ_ONLY = np.lib.NumpyVersion(np.__version__) < "2.1.0"
+
+
+def _on_host(value: Any, of_torch: bool) -> Any:
+    array = np.from_dlpack(value)
+    return value.numpy() if of_torch and not array.flags.writeable else array  # tensors of torch never are read-only
 
 
 def _plain(tensor: Any, torch: Any) -> Any:

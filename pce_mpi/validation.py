@@ -11,7 +11,7 @@ import numpy as np
 def integer(value: Any, name: str) -> int:
     """Return `value` as an int; `TypeError`, which names the argument, if it is no integer."""
     try:
-        if isinstance(value, bool):  # a whole number to Python
+        if isinstance(value, bool | np.bool):  # whole numbers to Python, and to NumPy before 2.2
             raise TypeError
         return operator.index(value)
     except TypeError:

@@ -10,6 +10,8 @@ import math
 import operator
 from typing import Literal, get_args
 
+from pce_mpi.validation import integer
+
 ReduceOperator = Literal["sum", "avg", "max", "min"]
 _OPERATORS = get_args(ReduceOperator)
 # The other named arguments of functions that take placements by dim.
@@ -127,10 +129,7 @@ def checked_dims(dims: Mapping[str, int], ranks: int | None = None) -> dict[str,
     for dim, size in dims.items():
         if dim in _TAKEN:
             raise ValueError(f"a dim of a mesh cannot be called {dim!r}: functions take an argument of that name")
-        try:
-            sizes[dim] = operator.index(size)
-        except TypeError:
-            raise TypeError(f"the size of dim {dim!r} must be a whole number, got {size!r}") from None
+        sizes[dim] = integer(size, f"the size of dim {dim!r}")
         if sizes[dim] < 1:
             raise ValueError(f"the size of dim {dim!r} must be at least 1, got {size}")
     product = math.prod(sizes.values())

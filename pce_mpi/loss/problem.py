@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.arrays import (
+    DLPACK_IS_READ_ONLY,
     Array,
     DType,
     HostArray,
@@ -317,7 +318,8 @@ def check_out(out: Any, inputs: Sequence[Array]) -> Array:
     if array.shape != logits.shape:
         raise ValueError(f"out must have the logits' shape, {logits.shape}, got {array.shape}")
     if isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise ValueError("out is read-only")
+        by_dlpack = DLPACK_IS_READ_ONLY and not isinstance(out, np.ndarray) and hasattr(out, "__dlpack__")
+        raise ValueError("out is read-only" + ", as all that comes by DLPack to NumPy 2.0: take 2.1" * by_dlpack)
     if overlaps_itself(array):
         raise ValueError(f"elements of out share memory: shape {array.shape}, strides {array.strides}")
     if not same_memory(array, logits) and shares_memory(array, logits):

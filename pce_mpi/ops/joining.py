@@ -418,7 +418,8 @@ def _entry(entry: Any, x: DistArray) -> Any:
     """Return one entry of an index: an int, a slice, `...`, None, or an array of whole numbers or bool."""
     if entry is None or entry is Ellipsis or isinstance(entry, slice):
         return entry
-    if not isinstance(entry, bool | DistArray) and np.ndim(entry) == 0:  # operator.index takes True for a whole number
+    # operator.index takes True for a whole number, and that of NumPy before 2.2 too.
+    if not isinstance(entry, bool | np.bool | DistArray) and np.ndim(entry) == 0:
         try:
             return operator.index(entry)
         except TypeError:

@@ -34,14 +34,19 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
         "\t@echo much more; exit 1\n"
     )
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    for program, does in {"apt-get": "exit", ".venv/bin/python": "echo another number fails; exit 1"}.items():
+    missing = {"git": "echo no clone; exit 1", "python3.13": "exit 127"}
+    for program, does in {
+        "apt-get": "exit",
+        ".venv/bin/python": "echo another number fails; exit 1",
+        **missing,
+    }.items():
         (tmp_path / program).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / program).chmod(0o755)
     job = complete([tmp_path / ".ci/run"], env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert job.returncode == 1
     end = job.stdout[-4000:]
     steps = r"make docs, make test, (\.venv/bin/python tests/run\.py -n 5 .*), "
-    steps += "make test-peers, make test-kernels, make test-cupy"
+    steps += "make test-peers, test_versions python3, make test-kernels, make test-cupy"
     assert re.search(rf"\nfailed: {steps}\n$", end)
     for words in [
         "a page is missing",
@@ -49,6 +54,7 @@ def test_ci_ends_with_failures_of_all_steps(tmp_path):
         "failed: test 1 00",
         "failed: test-cupy 1 00",
         "torch is missing",
+        "no clone",
     ]:
         assert words in end
     assert "fine" not in end

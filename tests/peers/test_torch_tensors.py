@@ -66,6 +66,22 @@ def test_gradient_is_written_into_the_given_tensor(comm, problem):
     assert torch.equal(shard, expected)
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradient_is_written_where_dlpack_reads_alone(monkeypatch, dtype):
+    def read_only(value, from_dlpack=np.from_dlpack):  # as NumPy 2.0 does
+        array = from_dlpack(value)
+        array.flags.writeable = False
+        return array
+
+    logits, targets = torch.ones(3, 4, dtype=dtype), torch.tensor([1, 0, 3])
+    _, expected = pce.softmax_cross_entropy_value_and_grad(logits, targets)
+    monkeypatch.setattr(np, "from_dlpack", read_only)
+    out = torch.full_like(logits, 7.0)
+    assert pce.softmax_cross_entropy_value_and_grad(logits, targets, out=out)[1] is out
+    assert torch.equal(out, expected)
+
+
 def test_tensor_that_requires_grad_is_refused_everywhere(comm, problem):
     logits, targets, mine = problem
     shard = logits[:, mine].clone().requires_grad_(comm.rank == comm.size - 1)

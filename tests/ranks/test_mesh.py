@@ -153,9 +153,10 @@ def test_ranks_that_ask_for_different_communicators_raise(comm, impatient):
         ({}, "ValueError", "a mesh needs at least one dim, such as data=2"),
         ({"data": 0}, "ValueError", "the size of dim 'data' must be at least 1, got 0"),
         ({"model": -1}, "ValueError", "the size of dim 'model' must be at least 1, got -1"),
-        ({"data": 1.0}, "TypeError", "the size of dim 'data' must be a whole number, got 1.0"),
-        ({"data": "all"}, "TypeError", "the size of dim 'data' must be a whole number, got 'all'"),
-        ({"data": None}, "TypeError", "the size of dim 'data' must be a whole number, got None"),
+        ({"data": 1.0}, "TypeError", "the size of dim 'data' must be an integer, got 1.0"),
+        ({"data": "all"}, "TypeError", "the size of dim 'data' must be an integer, got 'all'"),
+        ({"data": np.True_}, "TypeError", "the size of dim 'data' must be an integer, got np.True_"),
+        ({"data": None}, "TypeError", "the size of dim 'data' must be an integer, got None"),
         (
             {"shape": 1},
             "ValueError",
