@@ -396,7 +396,7 @@ def _plain(value: Any) -> Any:
 def _result(op: Op, local: Any, inputs: Sequence[DistArray], planned: _Planned) -> DistArray:
     mesh, xp = inputs[0].mesh, array_namespace(local)
     given, local = local, xp.asarray(local)
-    if not is_real(local.dtype):
+    if not is_real(local.dtype) and not (op.name == "astype" and is_float8(local.dtype)):
         what = f"{type(given).__name__} ({local.dtype})"
         raise TypeError(f"{op.name} must give an array of {REAL}, got {what}")
     # A view of a made array changes when the made array is written to.

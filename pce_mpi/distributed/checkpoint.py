@@ -219,11 +219,12 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, DistArray]) -> None:
     described: dict[str, str] = {}
     writer: TensorWriter | None = None
     with local_checks() as checks:
-        _check_path(path)
+        where = _checked_path(path)
+        _refuse_folder(path)
         _check(arrays, mesh)
         described = {name: f"{array.dtype} {array.shape}, {array.sharding}" for name, array in arrays.items()}
         if mesh.rank == 0:
-            writer = TensorWriter(Path(path), arrays)
+            writer = TensorWriter(where, arrays)
     try:
         _agree_on(comm, "save", {"path": str(path)}, described, _named(checks.error, path), over)
         for name, array in arrays.items():
@@ -310,7 +311,7 @@ def load(
     called: dict[str, Any] = {"requires_grad": bool(requires_grad)}
     described: dict[str, str] = {}
     with local_checks() as checks:
-        with TensorFile(Path(path)) as file:
+        with TensorFile(_checked_path(path)) as file:
             called["file, which may have been saved anew meanwhile"] = f"checksum {file.checksum:08x}"
             for name, sharding in _laid_out(file, path, mesh, placements):
                 local = file.read(name, sharding.slices(mesh.coordinates))
@@ -360,7 +361,20 @@ def _mesh_of(arrays: Any) -> Mesh:
     return mesh
 
 
-def _check_path(path: Any) -> None:
+def _checked_path(path: Any) -> Path:
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise TypeError(f"path must be a str or a path, got {shown(path)}")
+    try:
+        possible = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise ValueError(f"path has a character that no name of a file has: {shown(text)}")
+    return Path(text)
+
+
+def _refuse_folder(path: Any) -> None:
     """Refuse 'name/', which `Path` would take for 'name'."""
     if str(path).endswith(os.sep):
         raise IsADirectoryError(errno.EISDIR, f"a path that ends in {os.sep!r} is that of a folder")
@@ -370,6 +384,8 @@ def _check(arrays: Mapping[Any, Any], mesh: Mesh) -> None:
     for name, array in arrays.items():
         if not isinstance(name, str):
             raise TypeError(f"the name of an array must be a str, got {shown(name)}")
+        if any("\ud800" <= each <= "\udfff" for each in name):
+            raise ValueError(f"the name of an array must be Unicode text, got {shown(name)}, which has a surrogate")
         if name == "__metadata__":
             raise ValueError("the format keeps the name '__metadata__' for itself")
         if not isinstance(array, DistArray):

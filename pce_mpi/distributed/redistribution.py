@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import REAL, Array, array_namespace, is_floating, is_real
+from pce_mpi.arrays import REAL, Array, array_namespace, is_float8, is_floating, is_real
 from pce_mpi.comm.collectives import ReduceOp, all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.tracing import cause, current_cause
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
@@ -88,11 +88,13 @@ def _overlap(a: tuple[slice, ...], b: tuple[slice, ...]) -> tuple[slice, ...]:
 def checked_dtype(array: Array, placements: Placements, requires_grad: bool) -> Array:
     """Return `array`; raise `TypeError` if its dtype has no meaning for these placements."""
     dtype = array.dtype
-    if not is_real(dtype):
+    if not is_real(dtype) and not is_float8(dtype):
         raise TypeError(f"a distributed array holds {REAL}, got {dtype}")
     if requires_grad and not is_floating(dtype):
-        raise TypeError(f"only real numbers have a gradient, got {dtype}")
+        raise TypeError(f"only float16, bfloat16, float32 and float64 have a gradient, got {dtype}")
     for placement in placements.values():
+        if is_float8(dtype) and isinstance(placement, Partial):
+            raise TypeError(f"{placement} of {dtype} has no meaning: nothing is computed in {dtype}")
         sums = isinstance(placement, Partial) and placement.operator in ("sum", "avg")
         if sums and (dtype.kind == "b" or (placement == Partial("avg") and not is_floating(dtype))):
             raise TypeError(f"{placement} of {dtype} has no meaning")

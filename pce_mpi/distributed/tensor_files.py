@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 import re
 import stat
+import sys
 from types import TracebackType
 from typing import Any, NoReturn, Self
 import zlib
@@ -160,9 +161,11 @@ class TensorFile:
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Return the dtype of array `name`, as it is read."""
-        code = self._entries[name].code
+        code, shape = self._entries[name].code, self._entries[name].shape
         if code not in _NAMES:
             raise ValueError(f"{shown(name)} is {shortened(code)}, and only {', '.join(_NAMES)} can be read")
+        if math.prod(filter(None, shape)) * _SIZES[code] > sys.maxsize:  # without elements, as it fits the file
+            raise ValueError(f"{shown(name)} has the shape {shown(shape)}, which no array of NumPy can have")
         try:
             return dtype_named(_NAMES[code])
         except TypeError:

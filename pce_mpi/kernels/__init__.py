@@ -16,7 +16,7 @@ import warnings
 
 import numpy as np
 
-from pce_mpi.arrays import array_namespace, is_floating
+from pce_mpi.arrays import array_namespace, is_float8, is_floating
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import hollow
 from pce_mpi.kernels.elementary import narrowed
@@ -49,16 +49,17 @@ def kernel_of(array: Any) -> ModuleType:
 
 
 def converted(values: Any, dtype: Any, copy: bool = True) -> Any:
-    """Return `values.astype(dtype)`, rounded once: ml_dtypes and CuPy round float64 to float32 on the way to a half.
+    """Return `values.astype(dtype)`, rounded once: ml_dtypes and CuPy round float64 to float32 on the way.
 
     CuPy also takes numbers below 2^-126 for 0. Without `copy`, an array that has the dtype is returned itself.
     """
     wanted = np.dtype(dtype)
     if values.dtype == wanted and not copy:
         return values
-    if not (is_floating(values.dtype) and is_floating(wanted)):
+    on_host = array_namespace(values) is np
+    if not (is_floating(values.dtype) and (is_floating(wanted) or (on_host and is_float8(wanted)))):
         return values.astype(wanted)
-    return narrowed(values, wanted) if array_namespace(values) is np else kernel_of(values).converted(values, wanted)
+    return narrowed(values, wanted) if on_host else kernel_of(values).converted(values, wanted)
 
 
 @cache

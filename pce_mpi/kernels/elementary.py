@@ -76,7 +76,7 @@ def fma32(a: Array, b: Any, c: Any) -> Array:
 
 def narrowed(values: Array, dtype: np.dtype[Any]) -> Array:
     """Return floating-point numbers in another dtype, rounded once."""
-    if values.dtype != f64 or name_of(dtype) != "bfloat16":
+    if values.dtype != f64 or not name_of(dtype).startswith(("bfloat16", "float8")):
         return values.astype(dtype)
     # Cut to 13 digits, of which the last is 1 if one that is cut off was: two more than a half has, so that a rounding
     # to float32 on the way is exact.

@@ -188,9 +188,11 @@ def sqrt(x: Any) -> DistArray:
 
 @operation
 def astype(x: DistArray, dtype: Any) -> DistArray:
-    """Return the same numbers as `dtype`; the gradient has the dtype of `x`, integers and bool have none.
+    """Return the same numbers as `dtype`; the gradient has the dtype of `x`, integers, bool and 8-bit floats have none.
 
-    To a floating-point dtype this is linear: a Partial array stays Partial. To other dtypes it is reduced first.
+    To float16, bfloat16, float32 and float64 this is linear: a Partial array stays Partial. To other dtypes it is
+    reduced first. 8-bit floats are those of `ml_dtypes`: they are kept, moved, saved and converted back, and nothing is
+    computed in them. Numbers are rounded once.
     """
     wanted = np.dtype(dtype)
     return x if x.dtype == wanted else apply(_astype_op(wanted), x, dtype=wanted)

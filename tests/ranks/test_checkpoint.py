@@ -454,6 +454,16 @@ def test_arrays_of_8_bits_are_moved_and_converted(comm, line, mixed, dtype):
     expected = [whole, whole, whole.astype(np.float32) * 2, whole.astype(ml_dtypes.bfloat16)]
     assert all(map(is_same, [*got, again], [*expected, whole]))
     assert not x.requires_grad
+    numbers = pce.from_local(np.full((2, 3), comm.rank + 1.5), line, data=Partial("sum"), requires_grad=True)
+    made = [numbers.astype(dtype), pce.distribute(whole, line, data=Shard(0)), pce.from_local(whole, line)]
+    made += [pce.distribute(whole if comm.rank == 0 else None, line, src_rank=0)]
+    total = np.full((2, 3), comm.size * (comm.size + 2) / 2).astype(dtype)
+    assert all(map(is_same, [each.full() for each in made], [total, whole, whole, whole]))
+    assert not made[0].requires_grad
+    with pytest.raises(TypeError, match=f"only float16, bfloat16, float32 and float64 have a gradient, got {name}"):
+        pce.distribute(whole, line, requires_grad=True)
+    with pytest.raises(TypeError, match=rf"Partial\('max'\) of {name} has no meaning: nothing is computed in {name}"):
+        x.redistribute(data=Partial("max"))
     for compute in (
         lambda: x + x,
         lambda: x * 2,
@@ -599,19 +609,34 @@ def test_saving_anything_else_is_an_error(comm, old_file):
     cases = [
         ({"w": w, "v": values((2, 2))}, TypeError, "arrays['v'] must be a distributed array, got ndarray"),
         ({"w": w, 3: w}, TypeError, "the name of an array must be a str, got 3"),
+        ({"w": w, "\ud800": w}, ValueError, r"must be Unicode text, got '\ud800', which has a surrogate"),
         ({"w": w, "__metadata__": w}, ValueError, "the format keeps the name '__metadata__' for itself"),
         ({"w": w, "v": pce.distribute(values((2, 2)), other)}, ValueError, "arrays['v'] is over another mesh"),
     ]
     texts = [refused(comm, kind, pce.save, old_file, arrays) for arrays, kind, _ in cases]
     nothing = [refused(comm, ValueError, pce.save, old_file, arrays) for arrays in ({}, {"v": values((2, 2))})]
     no_dict = refused(comm, TypeError, pce.save, old_file, [w])
-    no_path = refused(comm, TypeError, pce.save, 3, {"w": w})
     assert_old_file_is_left(comm, old_file)
     for text, (_, _, expected) in zip(texts, cases, strict=True):
         assert expected in text
     assert all("nothing to save" in text for text in nothing)
     assert "arrays must be a dict" in no_dict
-    assert "int" in no_path
+
+
+@pytest.mark.ranks(2)  # a rank refuses it by itself
+@pytest.mark.parametrize(
+    ("path", "kind", "said"),
+    [
+        (3, TypeError, "path must be a str or a path, got 3"),
+        (b"f", TypeError, "path must be a str or a path, got b'f'"),
+        ("a\0b", ValueError, r"path has a character that no name of a file has: 'a\x00b'"),
+        ("\ud800", ValueError, r"path has a character that no name of a file has: '\ud800'"),
+    ],
+    ids=["number", "bytes", "null byte", "surrogate"],
+)
+def test_argument_that_is_no_path_is_named(comm, line, path, kind, said):
+    for call in (lambda: pce.save(path, {"w": pce.distribute(values((3,)), line)}), lambda: pce.load(path, line)):
+        assert said in refused(comm, kind, call)
 
 
 def test_ranks_that_save_different_arrays_all_raise(comm, line, old_file, several):
@@ -815,7 +840,8 @@ NO_FILES = {
     "truth for a length": (entries(w=("U8", [True, 3], [0, 3])), "the entry of 'w' is not one"),
     "offsets backwards": (entries(w=("F8", [3], [3, 0])), "'w' is 'F8' [3] and has the bytes 3 to 0"),
     "too many axes": (entries(w=("U8", [1] * 65 + [3], [0, 3])), "'w' is 'U8' [1, 1, 1, 1, 1, 1, ...]"),
-    "an axis too long": (entries(v=("U8", [2**70, 0], [0, 0]), w=("U8", [3], [0, 3])), ""),
+    "an axis too long": (entries(v=("U8", [2**70, 0], [0, 0]), w=("U8", [3], [0, 3])), "'v' has the shape (118"),
+    "axes too long": (entries(v=("F32", [2**40, 0, 2**21], [0, 0]), w=("U8", [3], [0, 3])), "which no array of NumPy"),
     "no dtype of arrays": (entries(q=("F6_E2M3", [4], [0, 3])), "'q' is F6_E2M3"),
     "a name twice": (headed(b'{"w":1,"w":2}'), "is not a safetensors file: a name occurs twice"),
     "deep lists": (headed(b"[" * 100_000), "recursion"),

@@ -394,6 +394,16 @@ def test_float64_is_rounded_once(dtype):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2], ids=lambda dtype: dtype.__name__)
+def test_floats_of_8_bits_are_rounded_once(dtype):
+    numbers = np.unique(wide(np.arange(2**8, dtype=np.uint8).view(dtype)))
+    middles = (numbers[1:] + numbers[:-1])[np.isfinite(numbers[1:] + numbers[:-1])] / 2
+    for x in (middles, *(np.nextafter(middles, sign * np.inf) for sign in (-1, 1))):
+        for given in (x, x.astype(np.float32)):
+            assert is_same(pce.distribute(given, alone()).astype(dtype).local, rounded(wide(given), dtype))
+
+
+@pytest.mark.ranks(1)
 @each_half
 def test_variance_of_float64_is_rounded_once(dtype):
     x = np.random.default_rng(0).integers(-100, 100, (50_000, 4)) / 64  # whose variances float64 has
