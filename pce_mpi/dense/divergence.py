@@ -117,6 +117,6 @@ def kl_divergence_value_and_grad(
 
 def _kl(p: Array, log_p: Array, log_q: Array) -> tuple[Array, Array]:
     """Return KL(p || q), and its gradient by the logits of p."""
-    of_class = np.where(p == 0.0, 0.0, p * (log_p - log_q))
+    of_class = np.where(log_p == -np.inf, 0.0, np.where(log_q == -np.inf, np.inf, p * (log_p - log_q)))
     divergence = of_class.sum(axis=-1, dtype=np.longdouble).astype(np.float64)
-    return divergence, of_class - p * divergence[..., None]
+    return divergence, np.where(p == 0.0, 0.0, of_class - p * divergence[..., None])  # also if that is infinite

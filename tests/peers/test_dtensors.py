@@ -35,7 +35,10 @@ REFUSED = {
     "target out of range": (r"IndexError: targets\[\d\] = 13 is outside \[0, 13\)", "last"),
     "axis": ("ValueError: axis 2 is out of bounds", "all"),
     "out": (r"ValueError: out must have the placements .*Shard\(dim=1\)\], .*, got no DTensor but a Tensor", "all"),
-    "requires grad": (r"TypeError: logits .*: it requires a gradient, .* within a torch\.autograd\.Function, as", "last"),
+    "requires grad": (
+        r"TypeError: logits .*: it requires a gradient, .* within a torch\.autograd\.Function, as",
+        "last",
+    ),
     "other cuts": (r"ValueError: logits has \(6, 13\) of \(6, \d+\) on this rank, where torch\.chunk cuts ", "some"),
     "nucleus": (r"ValueError: nucleus takes no DTensor whose rows are sharded", "all"),
     # Nothing is sent, so that each rank raises by itself.

@@ -184,6 +184,22 @@ def test_special_logits_give_special_divergences(comm, direction):
     assert not found[1][~rows].any()
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@by_direction
+def test_infinite_divergence_has_gradients_of_dense(direction, dtype):
+    far, out = -2000.0, -np.inf  # a probability of 0 that float64 has not, and one of a masked class
+    student = np.array([[out, 0.3, 1.0], [0.7, out, -1.0], [out, out, 1.0], [out, out, 1.0], [out, 0.3, 1.0]], dtype)
+    teacher = np.array([[0.7, 0.1, -1.0], [out, 0.3, 1.0], [0.7, out, 1.0], [0.0, 2.0, out], [far, 0.3, 2.0]], dtype)
+    for pair in ((student, teacher), (teacher, student)):
+        found = both_gradients(*pair, direction=direction, reduction="none")
+        expected = dense.kl_divergence_value_and_grad(*pair, direction=direction, reduction="none")
+        for got, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
+    without = dense.kl_divergence_value_and_grad(student[1:4], teacher[1:4]).dteacher == 0.0
+    assert np.array_equal(without, np.eye(3))  # the classes that the teacher has masked
+
+
 @pytest.mark.ranks(1, 3)
 def test_weighted_divergence_is_that_of_dense(comm):
     for beta, dtype in itertools.product((0.1, 0.3, 0.75), DTYPES):
