@@ -51,6 +51,14 @@ class Gradients:
                 self.hidden = all_reduce(self.hidden, options.comm, "sum", overwrite=True)
 
 
+def over_all_rows(operation: str, options: Options, *gradients: Array) -> Sequence[Array]:
+    """Return gradients of `w` and `bias`, with `sums_rows` their sums over the ranks of `batch_comm`."""
+    if not options.sums_rows:
+        return gradients
+    with cause(operation, options.batch_over, "the gradients of w and bias, sums over all rows"):
+        return [all_reduce(each, options.batch_comm, "sum", overwrite=True) for each in gradients]
+
+
 @dataclass
 class Product:
     """The operands, and room for logits and gradients: nothing large is allocated once the ranks have agreed.

@@ -26,7 +26,9 @@ from pce_mpi.validation import integer
 _LOGITS = ("logits", "student", "teacher", "out")
 _UPSTREAM = ("dloss", "dchosen", "log_prob", "entropy", "logsumexp")
 _SEVERAL = ("targets", "ids", "dchosen", "log_prob")  # perhaps with some classes in place of the class axis
-_OPERANDS = {*_LOGITS, *_UPSTREAM, *_SEVERAL, "weight", "rows"}
+_OF_CLASSES, _OF_PRODUCT = ("weight", "bias", "dbias"), ("hidden", "dhidden", "w", "dw")
+_OPERANDS = {*_LOGITS, *_UPSTREAM, *_SEVERAL, *_OF_CLASSES, *_OF_PRODUCT, "rows"}
+_OF_SETS = ("ids", "offsets")  # of all rows, as a support is
 
 
 def is_distributed(value: Any) -> bool:
@@ -44,27 +46,36 @@ def groups_of(values: Iterable[Any]) -> list[Any]:
 
 def call_on_mesh(
     function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
-) -> tuple[Any, Layout, Callable[[Any], Any]] | None:
-    """Call a function of plain arrays with this rank's parts of DTensors; None if the first argument is none.
+) -> tuple[Any, Layout, Callable[[Any, str], Any]] | None:
+    """Call a function of plain arrays with this rank's parts of DTensors; None if its logits, or factors, are none.
 
     Returns the results, the layout of the logits, and a function that makes a DTensor of a tensor of the results.
     """
     given = inspect.signature(function).bind(*arguments, **options).arguments
     given |= given.pop("options", {})
     (name, logits), operation = next(iter(given.items())), function.__name__
+    if name == "hidden" and is_distributed(given.get("w")):
+        name, logits = "w", given["w"]
     if is_distributed(given.get("residuals")):
         layout: Layout = given["residuals"].layout
-        local = {each: layout.local(each, value) for each, value in given.items()}
+        with local_checks() as checks:
+            local = {each: layout.local(each, value) for each, value in given.items()}
+        if operation == "linear_class_statistics_backward":  # the only one that communicates
+            everyone, over = _group_along(layout.name, layout.mesh)
+            agree(everyone, operation, {}, error=checks.error, over=over)
+        elif checks.error is not None:
+            raise checks.error
         results = function(**local)
-    elif name in _LOGITS and is_distributed(logits):
+    elif name in (*_LOGITS, "hidden", "w") and is_distributed(logits):
         everyone, over = _group_along(name, logits.device_mesh)
         with local_checks() as checks:
             known = *ShardOptions.__annotations__, *BatchOptions.__annotations__
             if said := [each for each in known if given.get(each) is not None]:
                 raise TypeError(f"{name} is a DTensor, whose mesh and placements say {said[0]}: leave it out")
-            layout = Layout.of(name, logits, given.get("axis", -1))
-            if operation == "nucleus" and layout.dims[1]:
-                raise ValueError(f"nucleus takes no DTensor whose rows are sharded, got {list(logits.placements)}")
+            if name in _LOGITS:
+                layout = Layout.of(name, logits, given.get("axis", -1))
+            else:
+                layout = Layout.of_product(name, logits.device_mesh, given["hidden"], given["w"])
             local = {each: layout.local(each, value) for each, value in given.items()}
         call = {"shape": tuple(logits.shape), "placements": str(logits.placements)}
         agree(everyone, operation, call, error=checks.error, over=over)
@@ -98,15 +109,42 @@ class Layout:
     @classmethod
     def of(cls, name: str, logits: Any, axis: Any) -> Layout:
         """Return the layout of logits, or raise for placements that are not taken."""
-        mesh, shape, sharded = logits.device_mesh, tuple(logits.shape), _sharded(name, logits)
+        of_classes = np.lib.array_utils.normalize_axis_index(integer(axis, "axis"), logits.ndim)
+        return cls._of(name, logits.device_mesh, tuple(logits.shape), of_classes, _sharded(name, logits))
+
+    @classmethod
+    def of_product(cls, name: str, mesh: Any, hidden: Any, w: Any) -> Layout:
+        """Return the layout of the logits `hidden @ w`, of which at least `name` is a DTensor."""
+        operands = {"hidden": hidden, "w": w}
+        for each, value in operands.items():
+            operands[each] = value if is_distributed(value) else as_array(value, each)
+        shapes = tuple(operands["hidden"].shape), tuple(operands["w"].shape)
+        if len(shapes[1]) != 2 or shapes[0][-1:] != shapes[1][:1]:
+            raise ValueError(f"hidden must be (..., features) and w (features, classes), got {shapes[0]}, {shapes[1]}")
+        of_classes, nowhere = len(shapes[0]) - 1, (None,) * mesh.ndim
+        of_hidden, of_w = (
+            _sharded(each, value) if is_distributed(value) and value.device_mesh == mesh else nowhere
+            for each, value in operands.items()
+        )
+        for rows, of_this in zip(of_hidden, of_w, strict=True):
+            if rows == of_classes or of_this == 0 or None not in (rows, of_this):
+                got = [list(each.placements) if is_distributed(each) else "whole" for each in operands.values()]
+                raise ValueError(
+                    "over each dim of the mesh either rows of hidden are sharded or classes of w, and no features, got "
+                    f"hidden {got[0]} and w {got[1]}: redistribute one of them"
+                )
+        along = tuple(rows if of_this is None else of_classes for rows, of_this in zip(of_hidden, of_w, strict=True))
+        return cls._of(name, mesh, (*shapes[0][:-1], shapes[1][1]), of_classes, along)
+
+    @classmethod
+    def _of(cls, name: str, mesh: Any, shape: tuple[int, ...], axis: int, sharded: tuple[int | None, ...]) -> Layout:
         mine = [slice(0, length) for length in shape]
         for size, rank, each in zip(mesh.shape, mesh.get_coordinate(), sharded, strict=True):
             if each is not None:  # as torch.chunk cuts what the dims before have left
                 start, stop = mine[each].start, mine[each].stop
                 width = -(-(stop - start) // size)
                 mine[each] = slice(min(start + rank * width, stop), min(start + (rank + 1) * width, stop))
-        of_classes = np.lib.array_utils.normalize_axis_index(integer(axis, "axis"), len(shape))
-        return cls(name, mesh, shape, of_classes, sharded, tuple(mine))
+        return cls(name, mesh, shape, axis, sharded, tuple(mine))
 
     @property
     def dims(self) -> tuple[list[int], list[int], list[int]]:
@@ -125,6 +163,7 @@ class Layout:
             place["class_start"] = self.mine[self.axis].start
         if of_rows:
             place["batch_comm"], place["batch_over"] = _group_along(self.name, self.mesh, of_rows)
+            place["sums_rows"] = True
             rows = np.arange(math.prod(self._of_rows(self.shape))).reshape(self._of_rows(self.shape))
             place["support_rows"] = rows.size, rows[self._of_rows(self.mine)].reshape(-1)
         return place
@@ -166,11 +205,13 @@ class Layout:
             )
         return local[mine]
 
-    def result(self, has_gradient: bool, out: tuple[Any, Any], tensor: Any) -> Any:
+    def result(self, has_gradient: bool, out: tuple[Any, Any], tensor: Any, name: str) -> Any:
         """Return the DTensor of which `tensor` is this rank's part; `out` has that of a DTensor, and the DTensor."""
         if tensor is out[0]:
             return out[1]
-        axes = self._axes_of("logits" if has_gradient and tensor.ndim == len(self.shape) else "dchosen", tensor)
+        if name not in (*_OF_CLASSES, *_OF_PRODUCT, *_OF_SETS):
+            name = "logits" if has_gradient and tensor.ndim == len(self.shape) else "dchosen"
+        axes = (None,) if name in _OF_SETS else self._axes_of(name, tensor)
         along, of_torch = self._along(axes), sys.modules["torch.distributed.tensor"]
         shape = [self.shape[axes[place] or 0] if place in along else n for place, n in enumerate(tensor.shape)]
         whole = tensor.new_empty(shape, device="meta")
@@ -184,8 +225,10 @@ class Layout:
     def _axes_of(self, name: str, array: Any) -> tuple[int | None, ...]:
         """Return the axis of the logits for each axis of an operand; None for one of several classes."""
         every = tuple(range(len(self.shape)))
-        if name == "weight":
+        if name in _OF_CLASSES:
             return (self.axis,)
+        if name in _OF_PRODUCT:
+            return (None, self.axis) if name in ("w", "dw") else (*every[:-1], None)
         if name in _UPSTREAM and not array.ndim:
             return ()
         is_whole = array.ndim == len(every)

@@ -17,7 +17,7 @@ from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, is_true,
 from pce_mpi.comm.agreement import agree, local_checks
 from pce_mpi.kernels import converted, sets_arithmetic
 from pce_mpi.kernels.interface import RowSoftmax, Upstream
-from pce_mpi.loss.chunks import Gradients, Product, agree_on_product
+from pce_mpi.loss.chunks import Gradients, Product, agree_on_product, over_all_rows
 from pce_mpi.loss.options import LinearOptions, LinearStatisticsOptions, Options, takes
 from pce_mpi.loss.passes import (
     MadeResiduals,
@@ -110,7 +110,8 @@ def linear_cross_entropy_value_and_grad(
     sums.gradients.sum_over_shards(checked.operation, checked)
     dtype = as_array(w, "w").dtype
     totals = sums.gradients
-    gradients = sums.of_hidden(1.0), sums.of_classes(totals.w, 1.0), sums.of_classes(totals.bias, 1.0)
+    of_classes = (sums.of_classes(total, 1.0) for total in (totals.w, totals.bias))
+    gradients = sums.of_hidden(1.0), *over_all_rows(checked.operation, checked, *of_classes)
     with np.errstate(all="ignore"):
         dhidden, dw, dbias = (converted(gradient, dtype, copy=False) for gradient in gradients)
     return LinearValueAndGrad(loss, dhidden, dw, None if checked.bias is None else dbias)
@@ -317,16 +318,22 @@ def linear_class_statistics_backward(
     given = {"log_prob": log_prob, "entropy": entropy, "logsumexp": logsumexp}
     with local_checks() as checks:
         product, upstream = prepared(residuals, given)
+    error = checks.error
+    values = {name: 0 if error else zlib.crc32(to_host(upstream[name]).tobytes()) for name in given}
+    said = {"shape": residuals.product.shape} | {name: f"checksum {value:08x}" for name, value in values.items()}
     if options.comm is not None:
-        values = {name: 0 if checks.error else zlib.crc32(to_host(upstream[name]).tobytes()) for name in given}
-        said = {"shape": residuals.product.shape} | {name: f"checksum {value:08x}" for name, value in values.items()}
-        agree(options.comm, operation, said, error=checks.error, over=options.over)
-    elif checks.error is not None:
-        raise checks.error
+        with local_checks() as checks:
+            agree(options.comm, operation, said, error=error, over=options.over)
+        error = checks.error
+    if options.sums_rows:
+        named = options.comm is not None
+        agree(options.batch_comm, operation, {}, error=error, over=options.batch_over, ranks_named=named)
+    elif error is not None:
+        raise error
     gradients = gradients_of(residuals, product, upstream)
     gradients.sum_over_shards(operation, options)
     with np.errstate(all="ignore"):
-        found = gradients.hidden, gradients.w, gradients.bias
+        found = gradients.hidden, *over_all_rows(operation, options, gradients.w, gradients.bias)
         dhidden, dw, dbias = (converted(each, product.w.dtype, copy=False) for each in found)
     return LinearGradients(dhidden, dw, None if product.bias is None else dbias)
 

@@ -90,7 +90,9 @@ def nucleus_of(options: Options, logits: Any, limits: Limits) -> Nucleus:
         mass = np.where(bad, np.nan, (inside / np.maximum(kept.total, 1)).astype(np.float64))
         log_mass = np.where(bad, np.nan, 0.0 - log1p(((kept.total - inside) / inside).astype(np.float64)))
     masses = [each.astype(problem.options.compute_dtype).reshape(problem.rows_shape) for each in (mass, log_mass)]
-    return Nucleus(*map(problem.xp.asarray, (*_gathered(shard, kept), *masses)))
+    sets = _gathered(shard, kept)
+    sets = sets if options.support_rows is None else _of_all_rows(options, *sets)
+    return Nucleus(*map(problem.xp.asarray, (*sets, *masses)))
 
 
 def _check(options: Options, logits: Any, limits: Limits) -> Problem:
@@ -179,6 +181,22 @@ def _gathered(shard: Shard, kept: _Kept) -> tuple[HostArray, HostArray]:
     offsets = np.concatenate([[0], np.cumsum(counts.sum(axis=0))])
     nothing = np.empty(0, np.int64)
     return np.concatenate([nothing, *(parts[rank][row] for row in range(rows) for rank in in_order)]), offsets
+
+
+def _of_all_rows(options: Options, ids: HostArray, offsets: HostArray) -> tuple[HostArray, HostArray]:
+    """Return the classes that are kept and the offsets of all ranks' rows; collective over `batch_comm`."""
+    (total, mine), comm = options.support_rows, options.batch_comm
+    said = np.zeros((2, total), np.int64)
+    said[0, mine], said[1, mine] = np.diff(offsets), comm.rank
+    with cause(options.operation, options.batch_over, "the classes that are kept, of all rows"):
+        counts, owner = all_reduce(said, comm, "sum")
+        shapes = [(int(counts[owner == rank].sum()),) for rank in range(comm.size)]
+        given = np.concatenate(all_gather(ids, comm, shapes))
+    ends, order = np.cumsum(counts), np.argsort(owner, kind="stable")  # of rows, as they are given
+    behind = (ends - counts)[order] - (np.cumsum(counts[order]) - counts[order])
+    found = np.empty_like(given)
+    found[np.arange(given.size) + np.repeat(behind, counts[order])] = given
+    return found, np.concatenate([[0], ends])
 
 
 _FIELDS = StateFields()

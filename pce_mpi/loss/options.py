@@ -212,7 +212,7 @@ class Options:
 
     `over` and `batch_over` are the names of `comm` and `batch_comm` in the trace and in errors; `found` has the error
     of earlier checks, if one has failed. `support_rows` has the number of rows that `support` has, and the numbers of
-    those that are passed; None if these are all.
+    those that are passed; None if these are all. With `sums_rows` gradients of `w` and `bias` are sums over them all.
 
     Attributes
     ----------
@@ -329,6 +329,7 @@ class Options:
     support: Any = None
     outside: str = "raise"
     support_rows: Any = None
+    sums_rows: bool = False
     over: str = "comm"
     batch_over: str = "batch_comm"
     found: Sequence[Exception] = ()

@@ -88,18 +88,22 @@ def _kinds(values: Iterable[Any]) -> Iterator[bool]:
 
 
 def _converted(
-    results: Any, layout: Layout | None = None, convert: Callable[[Any], Any] = lambda tensor: tensor
+    results: Any,
+    layout: Layout | None = None,
+    convert: Callable[[Any, str], Any] = lambda tensor, name: tensor,
+    name: str = "",
 ) -> Any:
     """Return results with tensors for NumPy arrays, which share their memory, converted; residuals remember it."""
     import torch
 
     if isinstance(results, tuple):
-        parts = [_converted(each, layout, convert) for each in results]
+        names = getattr(results, "_fields", [""] * len(results))
+        parts = [_converted(each, layout, convert, name) for each, name in zip(results, names, strict=True)]
         return type(results)(*parts) if hasattr(results, "_fields") else tuple(parts)
     if isinstance(results, MadeResiduals):
         results.of_tensors, results.layout = True, layout
     elif isinstance(results, np.ndarray):
         if results.dtype.name == "bfloat16":
-            return convert(torch.from_numpy(results.view(np.int16)).view(torch.bfloat16))
-        return convert(torch.from_numpy(results))
-    return convert(results) if isinstance(results, torch.Tensor) else results
+            return convert(torch.from_numpy(results.view(np.int16)).view(torch.bfloat16), name)
+        return convert(torch.from_numpy(results), name)
+    return convert(results, name) if isinstance(results, torch.Tensor) else results

@@ -9,6 +9,7 @@ from pathlib import Path
 import sys
 import traceback
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import distributed
@@ -20,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import pce_mpi as pce
 from pce_mpi.loss import passes
 from peers.on_gloo_ranks import ctrl_c_in
-from ulps import FLOAT64, worst
+from ulps import FLOAT64, HALF, SHARDED, worst
 
 LINE = {
     "classes": ((6, 13), -1, [Shard(1)]),
@@ -43,6 +44,25 @@ SQUARE = {
     "two axes of rows": ((3, 2, 13), 2, [Shard(1), Shard(0)]),
     "rows after, classes": ((2, 13, 3), 1, [Shard(2), Shard(1)]),
 }
+
+# The shape of hidden, its placements and those of w, for products.
+PRODUCTS_ON_LINE = {
+    "product, classes": ((6, 4), [Replicate()], [Shard(1)]),
+    "product, rows": ((5, 4), [Shard(0)], [Replicate()]),
+    "product, hidden is plain": ((2, 3, 4), None, [Shard(1)]),
+    "product, w is plain": ((5, 4), [Shard(0)], None),
+}
+PRODUCTS_ON_SQUARE = {
+    "product, rows and classes": ((5, 4), [Shard(0), Replicate()], [Replicate(), Shard(1)]),
+    "product, classes and rows": ((3, 2, 4), [Replicate(), Shard(0)], [Shard(1), Replicate()]),
+    "product, two axes of rows": ((3, 2, 4), [Shard(1), Shard(0)], [Replicate(), Replicate()]),
+    "product, classes twice": ((6, 4), None, [Shard(1), Shard(1)]),
+}
+
+
+def products(size):
+    """Shape and placements of the operands of products, by name, on so many ranks."""
+    return PRODUCTS_ON_SQUARE if size == 4 else PRODUCTS_ON_LINE
 
 
 def layouts(size):
@@ -95,6 +115,7 @@ def calls(given, axis):
     divergence, of_divergence = pce.kl_divergence_forward(y, x, rows=rows, reduction="none", **more)
     chosen, of_chosen = pce.take_classes_forward(x, ids, **more)
     of_teacher = pce.kl_divergence_backward(upstream, of_divergence, of="teacher")
+    sets = pce.nucleus(x, top_p=0.9, **more)
     in_place = y.clone()
     mean, of_mean = pce.softmax_cross_entropy_value_and_grad(in_place, targets, out=in_place, **more)
     assert of_mean is in_place
@@ -107,6 +128,8 @@ def calls(given, axis):
         "divergence": divergence,
         "mean divergence": pce.kl_divergence(x, y, **more),
         "argmax": pce.argmax(x, **more),
+        "sets": list(sets[:2]),
+        "masses": list(sets[2:]),
         "several": [statistics.log_prob, chosen, *pce.top_k(x, 2, **more)],
         "of several rows": statistics.entropy,
         "probabilities": pce.softmax_cross_entropy(x, q.to(x.dtype), weight=weight, z_loss=1e-3, **more),
@@ -127,7 +150,7 @@ def calls(given, axis):
 def expected_placements(name, placements, axis):
     """The placements of a result: those of the rows, or of the logits."""
     axes = {each.dim for each in placements if each.is_shard()}
-    if name in ("sum", "mean", "weighted mean", "mean divergence", "probabilities") or not axes:
+    if name in ("sum", "mean", "weighted mean", "mean divergence", "probabilities", "sets") or not axes:
         return [Replicate()] * len(placements)
     if name == "gradients":
         return placements
@@ -164,7 +187,65 @@ def compare(mesh, shape, axis, placements, dtype, place):
             assert found.equal(right), where
 
 
+def linear_calls(hidden, w, targets, bias, weight, upstream):
+    """The results of functions of hidden @ w, by name, with the operand that they are placed as."""
+    given, options = (hidden, w, targets), {"bias": bias, "chunk": 2}
+    mean = pce.linear_cross_entropy_value_and_grad(*given, weight=weight, label_smoothing=0.1, **options)
+    rows = pce.linear_cross_entropy_value_and_grad(*given, reduction="none", logit_scale=0.5, **options)
+    statistics, residuals = pce.linear_class_statistics_forward(*given, **options)
+    pulled = pce.linear_class_statistics_backward(residuals, log_prob=upstream, entropy=0.5)
+    losses = {"mean": (mean.loss, "mean"), "losses": (rows.loss, "rows"), "entropy": (statistics.entropy, "rows")}
+    alone = {"without residuals": (pce.linear_class_statistics(*given).log_prob, "rows")}
+    gradients = {
+        f"d{name} of {number}": (getattr(each, f"d{name}"), name)
+        for number, each in enumerate((mean, rows, pulled))
+        for name in ("hidden", "w", "bias")
+    }
+    return losses | alone, gradients
+
+
+def compare_product(mesh, shape, of_hidden, of_w, dtype, place):
+    """Compare results of DTensors with those of whole tensors: bit for bit, or gradients to a few ulps."""
+    rng, rows, nowhere = np.random.default_rng(0), shape[:-1], [Replicate()] * mesh.ndim
+    # Sums of few short numbers are exact, in any order.
+    hidden, w, bias = (
+        torch.from_numpy(rng.integers(-16, 17, each) / 8).to(dtype) for each in (shape, (shape[-1], 13), 13)
+    )
+    targets, weight, upstream = (
+        torch.as_tensor(each) for each in (rng.integers(13, size=rows), rng.random(13), rng.standard_normal(rows))
+    )
+    targets.reshape(-1)[: targets.numel() // 2] = -100  # all rows of a rank, if its shard has them
+    given = {"hidden": hidden, "w": w, "targets": targets, "bias": bias, "weight": weight, "upstream": upstream}
+    along = {"hidden": of_hidden or nowhere, "w": of_w or nowhere, "rows": of_hidden or nowhere, "mean": nowhere}
+    along["targets"] = along["upstream"] = along["rows"]
+    along["bias"] = along["weight"] = [Shard(0) if each.is_shard() else each for each in along["w"]]
+    placed = {
+        name: each
+        if (name, None) in (("hidden", of_hidden), ("w", of_w)) or (place == "plain" and name not in ("hidden", "w"))
+        else distribute_tensor(each, mesh, along[name])
+        for name, each in given.items()
+    }
+    exact, gradients = linear_calls(**given)
+    found = linear_calls(**placed)
+    for name, (part, role) in (found[0] | found[1]).items():
+        right = (exact | gradients)[name][0]
+        assert isinstance(part, DTensor) and list(part.placements) == along[role], (name, part.placements)
+        assert part.shape == right.shape and part.dtype == right.dtype, name
+        if name in exact:
+            assert part.full_tensor().equal(right), name
+            continue
+        got, right = (each.double().numpy() for each in (part.full_tensor(), right))
+        of_dtype = ml_dtypes.bfloat16 if dtype == torch.bfloat16 else np.float32
+        off = worst(got, right, of_dtype, size=np.full(right.shape, np.abs(right).max()))
+        assert off <= (HALF if dtype == torch.bfloat16 else SHARDED), (name, off)
+
+
 def check(mesh, name):
+    if name in (operands := products(distributed.get_world_size())):
+        for dtype in (torch.float32, torch.bfloat16):
+            for place in ("plain", "sharded"):
+                compare_product(mesh, *operands[name], dtype, place)
+        return
     shape, axis, placements = layouts(distributed.get_world_size())[name]
     dtype = torch.bfloat16 if "halves" in name else torch.float32
     for place in ("plain", "", "sharded"):
@@ -211,8 +292,14 @@ def refusals(mesh, last):
     def backward(dloss, **options):
         return pce.softmax_cross_entropy_backward(dloss, residuals, **options)
 
+    def pulled(log_prob):
+        return pce.linear_class_statistics_backward(of_product, log_prob=log_prob)
+
     _, residuals = pce.softmax_cross_entropy_forward(logits, targets, reduction="none")
     rows = distribute_tensor(x, mesh, [Shard(0)] * mesh.ndim)
+    w = distribute_tensor(x.T.contiguous(), mesh, placements)
+    hidden = distribute_tensor(x, mesh, [*[Shard(0)] * (mesh.ndim - 1), Replicate()])
+    _, of_product = pce.linear_class_statistics_forward(hidden, w, targets % 6)
     unlike = DTensor.from_local(x[:, : 3 + last], mesh, placements)
     cut = {"shape": torch.Size((6, 12 * ways + 1)), "stride": (12 * ways + 1, 1)}
     return {
@@ -235,10 +322,14 @@ def refusals(mesh, last):
         "requires grad": of(logits.detach().requires_grad_(bool(last)), targets),
         "unlike shards": of(unlike, targets),
         "other cuts": of(DTensor.from_local(x, mesh, placements, **cut), targets),
-        "nucleus": of(rows, of=pce.nucleus),
         "falling ranks": of(distribute_tensor(x, DeviceMesh("cpu", [*range(ways)][::-1]), [Shard(1)]), targets),
         "plain logits": of(x, distribute_tensor(targets, mesh, [Replicate()] * mesh.ndim)),
-        "linear": of(logits, x.T, targets % 6, of=pce.linear_cross_entropy_value_and_grad),
+        "features of hidden": of(logits, x.T, targets % 6, of=pce.linear_class_statistics),
+        "features of w": of(x.T, rows, of=pce.linear_class_statistics),
+        "rows where classes are": of(rows, w, of=pce.linear_class_statistics),
+        "product": of(x, w[:12], of=pce.linear_class_statistics),
+        "upstream of linear": lambda: pulled(torch.ones(6 - last)),
+        "dtype of upstream": lambda: pulled(torch.ones(6) > 0 if last else torch.ones(6)),
         "other option": of(temperature=2.0),
         "usable": lambda: pce.argmax(logits).full_tensor().equal(x.argmax(1)),
     }
@@ -258,7 +349,7 @@ def main():
     sys.modules["mpi4py"] = None
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     mesh = mesh_of(size)
-    for name in (*layouts(size), "autograd"):
+    for name in (*layouts(size), *products(size), "autograd"):
         try:
             check_autograd(mesh) if name == "autograd" else check(mesh, name)
             said = ""

@@ -5,12 +5,12 @@ import re
 import pytest
 
 from jobs.launch import ROOT
-from peers.on_mesh_ranks import LINE, SQUARE
+from peers.on_mesh_ranks import layouts, products
 from peers.test_torch_groups import everyones, on_ranks
 
 PROGRAM = ROOT / "tests" / "peers" / "on_mesh_ranks.py"
 SIZES = [1, 2, 3, 4]
-CHECKS = [(size, name) for size in SIZES for name in (*(SQUARE if size == 4 else LINE), "autograd")]
+CHECKS = [(size, name) for size in SIZES for name in (*layouts(size), *products(size), "autograd")]
 LEAVE_OUT = "TypeError: logits is a DTensor, whose mesh and placements say {}: leave it out"
 # The error, of all ranks or of the last alone.
 REFUSED = {
@@ -40,12 +40,19 @@ REFUSED = {
         "last",
     ),
     "other cuts": (r"ValueError: logits has \(6, 13\) of \(6, \d+\) on this rank, where torch\.chunk cuts ", "some"),
-    "nucleus": (r"ValueError: nucleus takes no DTensor whose rows are sharded", "all"),
+    "features of hidden": (
+        r"ValueError: over each dim of the mesh either rows of hidden .* and no features, got",
+        "all",
+    ),
+    "features of w": ("ValueError: over each dim of the mesh either rows .*: redistribute one of them", "all"),
+    "rows where classes are": (r"ValueError: over each dim .*, got hidden \[.*Shard\(dim=0\)\] and w \[.*Shard", "all"),
+    "product": (r"ValueError: hidden must be \(\.\.\., features\) .*, got \(6, 13\), \(12, 6\)", "all"),
+    "upstream of linear": (r"ValueError: log_prob must have the global shape \(6,\), got \(5,\): ", "last"),
+    "dtype of upstream": (r"TypeError: log_prob must be real numbers, got bool", "last"),
     # Nothing is sent, so that each rank raises by itself.
     "dloss": (r"ValueError: dloss must have the placements \[Replicate\(\).*, got \[Shard\(dim=0\)", ""),
     "falling ranks": ("ValueError: logits has a mesh on which ranks fall, which torch takes in two orders", ""),
     "plain logits": ("TypeError: targets cannot be taken as an array: a DTensor of torch may have", ""),
-    "linear": ("TypeError: hidden cannot be taken as an array: a DTensor of torch may have", ""),
     "other option": (r"TypeError: softmax_cross_entropy\(\) got an unexpected keyword argument 'temperature'", ""),
 }
 
