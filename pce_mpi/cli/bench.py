@@ -94,6 +94,7 @@ option of the loss is out of its range."""
         option = f"--{name.replace('_', '-')}"
         add(option, type=float, default=getattr(Options, name), metavar="X", help="option of the loss")
     add("--weight", action="store_const", const="random", help="random weights of the classes")
+    add("--beta", type=float, metavar="X", help="time the divergence too, with this weight of the teacher in the mean")
     add("--options", action="store_true", help="time each option by itself too, and the other functions of logits")
     collectives = "measure latency and bandwidth of collectives along each dim of --mesh instead, for `rehearse --link`"
     add("--collectives", action="store_true", help=collectives)
@@ -115,7 +116,8 @@ def run(options: argparse.Namespace, comm: Comm) -> int:
     chosen = {name: value for name, value in given.items() if value != getattr(Options, name)}
     try:
         dtype = dtype_named(options.dtype)
-        checked_numbers(Options(operation="bench", **chosen), 2, np.dtype(dtype))
+        beta = {} if options.beta is None else {"beta": options.beta}
+        checked_numbers(Options(operation="bench", **chosen, **beta), 2, np.dtype(dtype))
     except ImportError as error:
         print(f"{error}: pip install 'pce_mpi[bf16]'")
         return 2
@@ -176,6 +178,8 @@ def _measure(
     elif checks.error is not None:
         raise checks.error
     works = [work for each in sets for work in _losses(arrays, each, comm)]
+    if options.beta is not None:
+        works += _divergence(arrays, options.beta, comm)
     if options.options:
         works += _others(arrays, min(10, classes), comm)
     copy = partial(np.copyto, arrays["out"], arrays["logits"])
@@ -226,6 +230,15 @@ def _losses(arrays: dict[str, Array], options: dict[str, Any], comm: Comm) -> It
     yield _Work("backward", text, lambda: loss.softmax_cross_entropy_backward(1.0, residuals, out=out), reads + 1)
     both = partial(loss.softmax_cross_entropy_value_and_grad, logits, comm=comm, out=out, **given)
     yield _Work("value_and_grad", text, both, 2 * reads + 1)
+
+
+def _divergence(arrays: dict[str, Array], beta: float, comm: Comm) -> Iterator[_Work]:
+    """Yield the functions of the divergence from a teacher, which has the rows in another order."""
+    pair, text = (arrays["logits"], arrays["logits"][::-1]), f"beta={beta}"
+    given: dict[str, Any] = {"direction": "jensen-shannon", "beta": beta, "comm": comm}
+    yield _Work("kl_divergence", text, partial(loss.kl_divergence, *pair, **given), 4)
+    both = partial(loss.kl_divergence_value_and_grad, *pair, **given, out=arrays["out"])
+    yield _Work("kl_divergence_value_and_grad", text, both, 7)
 
 
 def _others(arrays: dict[str, Array], k: int, comm: Comm) -> Iterator[_Work]:

@@ -187,10 +187,25 @@ def test_bench_options_measures_each_of_them():
     assert functions <= {one["function"] for one in measured}
 
 
-def test_bench_refuses_option_out_of_range():
-    job = launch(2, *COMMAND, *SMALL_BENCH, "--label-smoothing=2")
+def test_bench_measures_divergence_of_any_weight():
+    job = launch(2, *COMMAND, *SMALL_BENCH, "--beta=0.25", "--json")
+    assert job.returncode == 0, job.stderr
+    sent = {one["function"]: (one["options"], one["payload_bytes"]) for one in json.loads(job.stdout)["measurements"]}
+    # Two Allreduces for each of 8 rows.
+    assert sent["kl_divergence"] == sent["kl_divergence_value_and_grad"] == ("beta=0.25", 8 * (80 + 48))
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("--label-smoothing=2", "label_smoothing must be in [0, 1], got 2.0"),
+        ("--beta=2", "beta must be 0, or from 2**-64 to 1, got 2.0"),
+    ],
+)
+def test_bench_refuses_option_out_of_range(argument, told):
+    job = launch(2, *COMMAND, *SMALL_BENCH, argument)
     assert job.returncode == 2
-    assert job.stderr.count("error: label_smoothing must be in [0, 1], got 2.0\n") == 1
+    assert job.stderr.count(f"error: {told}\n") == 1
     assert "Traceback" not in job.stderr and not job.stdout
 
 
