@@ -48,7 +48,6 @@ REFUSED = {
     "rows where classes are": (r"ValueError: over each dim .*, got hidden \[.*Shard\(dim=0\)\] and w \[.*Shard", "all"),
     "product": (r"ValueError: hidden must be \(\.\.\., features\) .*, got \(6, 13\), \(12, 6\)", "all"),
     "upstream of linear": (r"ValueError: log_prob must have the global shape \(6,\), got \(5,\): ", "last"),
-    "dtype of upstream": (r"TypeError: log_prob must be real numbers, got bool", "last"),
     # Nothing is sent, so that each rank raises by itself.
     "dloss": (r"ValueError: dloss must have the placements \[Replicate\(\).*, got \[Shard\(dim=0\)", ""),
     "falling ranks": ("ValueError: logits has a mesh on which ranks fall, which torch takes in two orders", ""),
@@ -69,6 +68,13 @@ def test_dtensor_is_refused_in_words_on_every_rank(size, name):
     assert re.match(text, f"{kind}: {said}")
     ranks = {"all": ", ".join(map(str, range(size))), "last": str(size - 1)}.get(who)
     assert ranks is None or re.search(rf"\(ranks? {ranks} along (dp, )?tp\)", said)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_upstream_of_one_rank_is_refused_on_all(size):  # over the classes, and then over the rows
+    said = [rank["refused: dtype of upstream"] for rank in on_ranks(size, PROGRAM)]
+    text = f"log_prob must be real numbers, got bool (rank {size - 1} along tp)"
+    assert [(kind, each.startswith(text)) for kind, each in said] == [("TypeError", True)] * size
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
