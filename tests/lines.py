@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_411,
+    "package, Python": 24_523,
     "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_581,
+    "package, lines of docstrings": 8_587,
     "package, files of Python": 192,
-    "tests, Python": 36_856,
+    "tests, Python": 37_036,
 }
 
 SUFFIXES = {
