@@ -15,9 +15,9 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_523,
+    "package, Python": 24_520,
     "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_587,
+    "package, lines of docstrings": 8_572,
     "package, files of Python": 192,
     "tests, Python": 37_036,
 }

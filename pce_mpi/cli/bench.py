@@ -52,8 +52,6 @@ Measurement = dict[str, Any]
 
 
 class _Work(NamedTuple):
-    """One function with some options."""
-
     function: str
     options: str
     call: Callable[[], object]
@@ -77,7 +75,6 @@ _COLUMNS: dict[str, Callable[[Measurement], Cell]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     parser.epilog = """\
 Each rank takes memory for about three arrays of rows x classes / ranks elements, or four with --options. Start it with
 mpiexec to measure that number of ranks; for reproducible times, ranks times BLAS threads should not exceed the cores

@@ -35,7 +35,6 @@ _CASES = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     parser.epilog = """\
 It takes a few seconds. Start it with mpiexec to check that number of ranks.
 Exit status: 0 if everything is as it should be, 1 if something is OFF."""

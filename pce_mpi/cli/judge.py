@@ -22,7 +22,6 @@ _MOST_TEXT = 2_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     parser.epilog = """\
 A recording is a folder with one safetensors file for each rank, or the only file:
   logits (..., classes of the rank), or hidden (..., features), the same on every rank, and w (features, classes of it)

@@ -125,7 +125,6 @@ class Bar:
         return parts > before or time.monotonic() - self._last_line >= _SILENCE
 
     def say(self, text: str) -> None:
-        """Print a line."""
         if self._tqdm is not None:
             self._tqdm.write(text, file=sys.stderr)
         elif self._shown:

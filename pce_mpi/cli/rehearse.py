@@ -22,7 +22,6 @@ _MOST_TEXT = 2_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     parser.epilog = """\
 A file has a function `program`, or another that is named, which takes a mesh and does what it does on a real one:
 

@@ -40,5 +40,4 @@ class Orders:
 
     @classmethod
     def read(cls, folder: Path) -> Orders:
-        """Return what was written there."""
         return cls(**json.loads((folder / cls._NAME).read_text(encoding="utf-8")))

@@ -101,7 +101,6 @@ class Recording:
             on_error.pop_all()
 
     def close(self) -> None:
-        """Close the files."""
         self._open.close()
 
     def has(self, name: str) -> bool:

@@ -44,6 +44,10 @@ _INDEX = "index.json"
 _RESULTS = ("loss", "dlogits", "refused")
 
 
+PathLike = str | os.PathLike[str]
+Tensors = Mapping[str, Array]
+
+
 @dataclass(frozen=True)
 class Entry:
     """One vector in the index; the page for its users, `vectors.md`, explains the fields."""
@@ -61,8 +65,11 @@ class Entry:
     bits: tuple[str, ...] = ()
 
 
+Vector = tuple[Entry, Tensors]
+
+
 def export(
-    folder: str | os.PathLike[str],
+    folder: PathLike,
     *,
     ranks: Iterable[int] = (4,),
     seed: int = 0,
@@ -76,7 +83,7 @@ def export(
     """
     selected = [case for case in cases(EVERYTHING, pattern=pattern, dtypes=dtypes) if _numbers_show(case)]
 
-    def vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
+    def vectors() -> Iterator[Vector]:
         for size in dict.fromkeys(ranks):
             for case in selected:
                 problem = problem_of(case, EVERYTHING, size, seed=seed)
@@ -91,9 +98,7 @@ def export(
     return write(Path(folder), vectors(), seed)
 
 
-def judged(
-    folder: str | os.PathLike[str], results: str | os.PathLike[str], *, strict: bool = False, tolerance: float = 1.0
-) -> Report:
+def judged(folder: PathLike, results: PathLike, *, strict: bool = False, tolerance: float = 1.0) -> Report:
     """Compare the safetensors file `results` with the vectors in `folder`; `vectors.md` says what the file has.
 
     Raises `FileNotFoundError` if there is no index or no file, `ValueError` for a malformed index, safetensors file or
@@ -157,7 +162,7 @@ def _entry(name: str, problem: Problem, catches: str, expects: Expects = Expects
     )
 
 
-def write(folder: Path, vectors: Iterable[tuple[Entry, Mapping[str, Array]]], seed: int = 0) -> int:
+def write(folder: Path, vectors: Iterable[Vector], seed: int = 0) -> int:
     """Write the tensors of each entry, the page and the index; return how many entries there are."""
     from safetensors.numpy import save_file
 
@@ -197,7 +202,7 @@ def _index(path: Path) -> tuple[int, list[Entry]]:
         raise ValueError(f"{path} cannot be used: {shortened(str(error))}") from error
 
 
-def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
+def _problem(entry: Entry, tensors: Tensors) -> Problem:
     """Return the problem of a file: another version of this package may draw other numbers."""
     if missing := {"logits", "targets"} - tensors.keys():
         raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
@@ -220,7 +225,7 @@ def _problem(entry: Entry, tensors: Mapping[str, Array]) -> Problem:
     return problem
 
 
-def _outcome(folder: Path, entry: Entry, arrays: Mapping[str, Array], tolerance: Tolerance) -> Outcome:
+def _outcome(folder: Path, entry: Entry, arrays: Tensors, tolerance: Tolerance) -> Outcome:
     path = folder / entry.file
     outcome = Outcome(entry.name, entry.catches, Verdict.PASS, ranks=len(entry.splits) - 1, dtype=entry.dtype)
     try:
@@ -232,7 +237,7 @@ def _outcome(folder: Path, entry: Entry, arrays: Mapping[str, Array], tolerance:
         raise ValueError(f"{path} is no problem: {shortened(str(error))}") from error
 
 
-def _with_bits(outcome: Outcome, entry: Entry, tensors: Mapping[str, Array], arrays: Mapping[str, Array]) -> Outcome:
+def _with_bits(outcome: Outcome, entry: Entry, tensors: Tensors, arrays: Tensors) -> Outcome:
     """Compare the bits of what is given of a vector with those that it must have."""
     answers = {name: arrays[f"{entry.name}/{name}"] for name in entry.bits if f"{entry.name}/{name}" in arrays}
     if not answers:
@@ -246,9 +251,7 @@ def _place(answer: Array) -> Callable[[int], str]:
     return lambda place: f" at {[int(each) for each in np.unravel_index(place, answer.shape)]}"
 
 
-def _judged(
-    outcome: Outcome, entry: Entry, problem: Problem, arrays: Mapping[str, Array], tolerance: Tolerance
-) -> Outcome:
+def _judged(outcome: Outcome, entry: Entry, problem: Problem, arrays: Tensors, tolerance: Tolerance) -> Outcome:
     outcome = shaped(outcome, problem)
     loss, dlogits, refused = (arrays.get(f"{entry.name}/{each}") for each in _RESULTS)
     refusable = entry.expects is Expects.REFUSAL
@@ -294,12 +297,12 @@ _OF_LOGITS = {"logit_scale", "softcap", "compute_dtype", "ignore_index"}
 _BIT_KINDS = ("ordinary", "peaked", "offset", "sizes", "huge", "special", "ties", "halfway")
 
 
-def export_bits(folder: str | os.PathLike[str]) -> int:
+def export_bits(folder: PathLike) -> int:
     """Write the vectors to `folder`, and return how many there are. Needs safetensors."""
     return write(Path(folder), bit_vectors())
 
 
-def bit_vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
+def bit_vectors() -> Iterator[Vector]:
     """Yield each vector with bits, with its tensors: the problem, and its results."""
     for dtype in _BIT_DTYPES:
         for name, options in _OPTIONS.items():
@@ -313,9 +316,7 @@ def bit_vectors() -> Iterator[tuple[Entry, dict[str, Array]]]:
         yield _vector(called, options, **problem)
 
 
-def _vector(
-    called: str, options: dict[str, Any], logits: Array, targets: Array, **more: Array
-) -> tuple[Entry, dict[str, Array]]:
+def _vector(called: str, options: dict[str, Any], logits: Array, targets: Array, **more: Array) -> Vector:
     tensors = {"logits": logits, "targets": targets, **more}
     results = _results_of(options, **tensors)
     others = {name: value for name, value in options.items() if name != "reduction"}

@@ -86,10 +86,8 @@ class Orders:
         return found
 
     def write(self, folder: Path) -> None:
-        """Write these orders to `folder`."""
         (folder / _NAME).write_text(json.dumps(to_json(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Orders:
-        """Read the orders in `folder`."""
         return from_json(cls, json.loads((folder / _NAME).read_text(encoding="utf-8")))

@@ -75,7 +75,6 @@ class Trial:
         self.answers.append((which, name, answer))
 
     def find(self, kind: str, text: str) -> None:
-        """Report a fault."""
         self.findings.append(Finding(kind, text))
 
 
@@ -115,7 +114,6 @@ class _Call:
         return handed
 
     def run(self, comm: MPI.Intracomm | None, **more: Any) -> None:
-        """Call the candidate."""
         returned = self._trial.candidate(*self._arrays.values(), comm=comm, **self._options, **more)
         self.loss, self.gradients, self._backward = results_of(returned, self._offer, self._problem, self._given)
 

@@ -62,7 +62,6 @@ class Recorded:
         self.raised = False
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call the candidate."""
         returned = self._call(self._candidate, *arguments, **options)
         if isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1]):
             loss, backward = returned
