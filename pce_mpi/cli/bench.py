@@ -338,13 +338,11 @@ def measured_link(comm: Any, repeat: int) -> Link:
 
 def _seconds_of_one(comm: Any, call: Callable[[], object], calls: int, repeat: int) -> float:
     """Return the time of one of `calls` calls that follow each other, on the slowest rank."""
-    times = []
-    with cause("bench"):
-        for _ in range(repeat + 1):
-            all_reduce(np.zeros(1), comm, "sum")  # all ranks start together
-            start = time.perf_counter()
+
+    def work() -> None:
+        with cause("bench"):
             for _ in range(calls):
                 call()
-            times.append((time.perf_counter() - start) / calls)
-        median = np.array(statistics.median(times[1:]))  # the first one warms up
-        return float(all_reduce(median, comm, "max"))
+
+    times = [_seconds(work, comm) / calls for _ in range(repeat + 1)]
+    return _slowest(comm, statistics.median(times[1:]))  # the first one warms up
