@@ -66,11 +66,8 @@ def of_losses(b: Textbook) -> Faults:
             logits = tuple(each.but(nll=each.lse[:, None] - b.z) for each in books)
             yield text, Given(Computed(logits).losses, wrong.gradient)
         if text == _LOCAL:
-            parts = np.repeat(
-                np.stack([b.u[:, b.in_shard(rank)].sum(axis=-1) for rank in range(len(books))], axis=-1),
-                np.diff(b.problem.splits),
-                axis=-1,
-            )
+            own = np.stack([b.u[:, b.in_shard(rank)].sum(axis=-1) for rank in range(len(books))], axis=-1)
+            parts = np.repeat(own, np.diff(b.problem.splits), axis=-1)
             yield text, Given(wrong.losses, b.gradient_of(parts * books[0].p - b.u))
     if b.problem.with_numbers and b.problem.ranks > 1:
         for text, columns in _columns(b):
