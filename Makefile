@@ -123,8 +123,8 @@ test-cupy: $(installed)/kernels-$(CUDA)
 	$(bin)/python tests/run.py --cupy-on-cpu -n $(or $(N),1 2 3) $(addprefix tests/,$(with_cupy))
 
 # What a version of Python or NumPy can change: functions, dtypes, protocols, messages, files.
-with_versions := array_library array_standard arrays checkpoint custom_ops dist_array draws functions halves laws \
-	numbers_of_every_kind op_arguments op_gradients ordinary_python sound_arrays special_values wrong_arguments
+with_versions := array_library array_standard arrays callers_memory checkpoint custom_ops dist_array draws functions halves \
+	laws numbers_of_every_kind op_arguments op_gradients ordinary_python sound_arrays special_values wrong_arguments
 
 test-versions: $(installed)/test
 	$(bin)/python -c 'import sys, numpy; print("Python", sys.version.split()[0], "with NumPy", numpy.__version__)'
