@@ -78,7 +78,10 @@ PLANTED = [
     Planted(wrong.MeanOfMeans, "mean", "uneven-shards", "the ranks' values of the mean are averaged, however many"),
     Planted(wrong.SumForMean, "mean", "random/float32", "the sum is not divided by the number of elements"),
     Planted(
-        wrong.SumsInHalves, "sum", "random/bfloat16", "the ranks' sums are rounded to bfloat16 before they are added"
+        wrong.SumsInHalves,
+        "sum",
+        "random/bfloat16",
+        "the ranks' values of the sum are rounded to bfloat16, and added up in it",
     ),
     Planted(wrong.ProductOverElement, "prod", "zeros", "the gradient is the product divided by the element: nan where"),
     Planted(wrong.SquaresInFloat32, "norm", "large", "the squares of the elements overflow"),

@@ -6,6 +6,8 @@ Rows are sharded by elements, or each rank has one term of a partial array: that
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import reduce
+from itertools import permutations
 import math
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from pce_mpi import dense
 from pce_mpi.conformance.problems.cases import Cases, Gradient, Setting, table
-from pce_mpi.conformance.problems.generators import even, random_problem, rounded, uneven
+from pce_mpi.conformance.problems.generators import chunks, random_problem, rounded, uneven
 from pce_mpi.conformance.problems.problem import Array, Kind, Problem, Told
 from pce_mpi.conformance.problems.textbook import Faults, Given, Textbook
 from pce_mpi.conformance.text import meant
@@ -94,6 +96,8 @@ _FUNCTIONS: dict[str, _Function] = {
     "logsumexp": _logsumexp,
 }
 # Those that find an element, so that elements may tie, and the functions are exact.
+# Of so many ranks, all orders of a sum are compared.
+_FEW = 4
 FINDS = ("max", "min", "norm-inf")
 
 
@@ -145,9 +149,14 @@ def _faults(b: Textbook) -> Faults:
         tied = np.concatenate([slope * (each == due)[:, None] for each, slope in parts], axis=-1)
         yield "each rank whose own element ties has the whole gradient", Given(None, tied * g)
     if name in ("sum", "mean") and b.problem.dtype.itemsize == 2:
+        text = f"the ranks' values of the {name} are rounded to {b.problem.dtype}, and added up in it"
         share = np.diff(b.problem.splits)[:, None] / b.problem.classes if name == "mean" else 1.0
-        text = f"the ranks' sums are rounded to {b.problem.dtype} before they are added"
-        yield text, Given(((own * share).astype(b.problem.dtype).astype(np.float64).sum(axis=0),), None)
+        for terms, divisor in ((own * share, 1), (own, ranks if name == "mean" else 1)):
+            for order in permutations(terms.astype(b.problem.dtype), ranks if ranks <= _FEW else 0):
+                yield (
+                    text,
+                    Given((reduce(np.add, order, np.zeros((), b.problem.dtype)).astype(np.float64) / divisor,), None),
+                )
     if name == "mean":
         yield "the sum is not divided by the number of elements", Given((b.x.sum(axis=-1),), np.ones_like(b.x) * g)
     if name == "prod":
@@ -291,21 +300,25 @@ def _random(setting: Setting) -> Problem:
     return _drawn(setting)
 
 
-@CASES.case("placement/uneven-shards", shards="any")
+@CASES.case("placement/uneven-shards", shards="array_split", classes=11)
 def _uneven(setting: Setting) -> Problem:
     """Shards of several lengths: a mean of the ranks' means."""
     return _drawn(setting, uneven(setting))
 
 
-@CASES.case("placement/empty-shard/{name}", table("name which", ("first", 0), ("last", -1)), shards="any")
-def _empty(setting: Setting, which: int) -> Problem:
+@CASES.case(
+    "placement/empty-shard/{name}", table("name first shards", ("first", True, "any"), ("last", False, "chunks"))
+)
+def _empty(setting: Setting, first: bool) -> Problem:
     """A rank without elements, in rows of one sign: a 0 in its place is the maximum of negative elements, the minimum
     of positive ones, and no factor.
     """
     if setting.ranks == 1:
         return _drawn(setting)
-    splits = list(even(replace(setting, ranks=setting.ranks - 1)))
-    problem = _drawn(setting, (splits[0], *splits) if which == 0 else (*splits, splits[-1]))
+    splits = chunks((setting.ranks - 1) ** 2, setting.ranks)  # the last rank has none
+    if first:
+        splits = (0, *splits[:-1])
+    problem = _drawn(setting, splits)
     signs = np.where(np.arange(problem.rows) % 2, 1, -1)[:, None].astype(problem.dtype)
     return replace(problem, logits=signs * np.abs(problem.logits))
 
