@@ -431,6 +431,17 @@ def test_large_vocabularies_are_those_of_models(kind):
     assert set(problem.splits[1:-1]) <= {*problem.targets.reshape(-1)} or not problem.with_numbers
 
 
+@pytest.mark.parametrize("kind", ["linear", "linear_log_prob", "linear_entropy"])
+def test_heads_have_tokens_of_a_long_context(kind):
+    """Sampled: some rows of real products, as an identity of so many rows would not fit."""
+    (case,) = (case for case in catalogue(Offer(kind=kind), large=True) if case.name == "large/65536-tokens")
+    problem = problem_of(case, Offer(kind=kind), 3)
+    assert problem.operands.hidden.shape == (65_536, 8) and not problem.operands.with_identity
+    rows = np.random.default_rng(0).choice(65_536, 64)
+    hidden, w = (each.astype(np.float64) for each in (problem.operands.hidden[rows], problem.operands.w))
+    assert np.allclose(problem.logits[rows], hidden @ w, rtol=1e-14, atol=1e-14)
+
+
 # Problems.
 
 

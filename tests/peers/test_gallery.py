@@ -72,6 +72,25 @@ ROWS = [
         "log-probabilities are kept in bfloat16",
     ),
     *(
+        Row(*TORCH, f"torch_placements:{candidate}", f"placement/{case}", words)
+        for candidate, case, words in (
+            ("dtensor.max", "nan-on-one-rank", "a nan of one rank is lost: the value is the max of others"),
+            ("dtensor.prod", "random/float32", "aten.cat.default got mixed torch.Tensor and DTensor"),
+            ("dtensor.norm", "large", "the squares of the elements overflow"),
+            (
+                "dtensor.sum",
+                "random/bfloat16",
+                "the ranks' values of the sum are rounded to bfloat16, and added up in it",
+            ),
+            ("whole.max", "nan-on-one-rank", "a nan of one rank is lost: the value is the max of others"),
+            ("terms.mean", "random/float32", "as if the reduction over the ranks were a sum"),
+            ("terms.max", "random/float32", "as if the reduction over the ranks were a sum"),
+            ("terms.prod", "random/float32", "as if the reduction over the ranks were a sum"),
+            ("reduced.sum", "random/float32", "it is summed over the ranks once more"),
+            ("reduced.prod", "upstream", "the upstream gradients of the ranks are multiplied, as the numbers are"),
+        )
+    ),
+    *(
         Row(*TORCH, "torch_losses:linear", case, words)
         for case, words in (
             ("accumulated-loss/mean/bfloat16", "the mean is added up over chunks of rows in bfloat16"),

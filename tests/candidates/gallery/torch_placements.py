@@ -13,7 +13,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from pce_mpi.conformance import Gradient, Offer
-from pce_mpi.conformance.candidates.adapters.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
+from pce_mpi.conformance.candidates.torch_tensors import ProcessGroup, loss_and_backward, tensor_of
 
 
 class InTorch:

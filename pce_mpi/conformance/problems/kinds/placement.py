@@ -160,7 +160,7 @@ def _faults(b: Textbook) -> Faults:
     if name == "mean":
         yield "the sum is not divided by the number of elements", Given((b.x.sum(axis=-1),), np.ones_like(b.x) * g)
     if name == "prod":
-        yield "the upstream gradients of the ranks are multiplied, as the numbers are", Given(None, g**ranks + 0 * b.x)
+        yield _MULTIPLIED, Given(None, g**ranks + 0 * b.x)
         text = "the gradient is the product divided by the element: nan where that is 0"
         yield text, Given(None, b.problem.expected[0].reshape(-1, 1) / b.x * g)
     for ties, text in _TIES.items() if name in FINDS and conventions["partial"] != "array" else ():
@@ -171,6 +171,7 @@ def _faults(b: Textbook) -> Faults:
 
 _PASSED = "the upstream gradient is passed on as it is to the function of each rank's own elements"
 _AS_A_SUM = f"{_PASSED}, as if the reduction over the ranks were a sum; {meant(partial='array')}"
+_MULTIPLIED = "the upstream gradients of the ranks are multiplied, as the numbers are"
 _COUNTS = "a rank without elements counts as {}"
 _TIES = {
     "shared": "elements that tie share the gradient",
@@ -195,7 +196,8 @@ def _tell(b: Textbook, name: str, got: Array) -> Told | None:
     if function == "prod" and not got.any() and b.x.all():
         return Told((_COUNTS.format(0),)) if (np.diff(b.problem.splits) == 0).any() else None
     if conventions["partial"] == "term" and function != "sum" and name == "gradient" and (got == b.g[:, None]).all():
-        return Told((_AS_A_SUM,))
+        alike = function == "prod" and (b.g**b.problem.ranks == b.g).all()
+        return Told((_AS_A_SUM, *[_MULTIPLIED] * alike))
     if function == "norm" and name == "loss" and (got == np.inf).any() and np.isfinite(b.x).all():
         return Told(("the squares of the elements overflow",))
     lost = np.isnan(due) & ~np.isnan(got) if name == "loss" else np.zeros(1, np.bool_)
