@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_513,
+    "package, Python": 24_530,
     "package, C++ and CUDA": 5_208,
     "package, lines of docstrings": 8_572,
     "package, files of Python": 192,
-    "tests, Python": 37_036,
+    "tests, Python": 37_128,
 }
 
 SUFFIXES = {

@@ -196,7 +196,7 @@ def _tell(b: Textbook, name: str, got: Array) -> Told | None:
     if function == "prod" and not got.any() and b.x.all():
         return Told((_COUNTS.format(0),)) if (np.diff(b.problem.splits) == 0).any() else None
     if conventions["partial"] == "term" and function != "sum" and name == "gradient" and (got == b.g[:, None]).all():
-        alike = function == "prod" and (b.g**b.problem.ranks == b.g).all()
+        alike = function == "prod" and bool((b.g**b.problem.ranks == b.g).all())
         return Told((_AS_A_SUM, *[_MULTIPLIED] * alike))
     if function == "norm" and name == "loss" and (got == np.inf).any() and np.isfinite(b.x).all():
         return Told(("the squares of the elements overflow",))
