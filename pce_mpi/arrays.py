@@ -266,11 +266,9 @@ def numpy_dtype(name: str, floating: bool = True) -> Callable[..., np.dtype[Any]
     @cache
     def dtype_of(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
         dtype = result_type(*dtypes)
-        return (
-            dtype
-            if floating and is_floating(dtype)
-            else getattr(np, name)(*(np.ones(1, each) for each in dtypes)).dtype
-        )
+        if floating and is_floating(dtype):
+            return dtype
+        return getattr(np, name)(*(np.ones(1, each) for each in dtypes)).dtype
 
     return dtype_of
 

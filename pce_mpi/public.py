@@ -78,7 +78,6 @@ from pce_mpi.ops.arithmetic import (
     where as where,
 )
 from pce_mpi.ops.attention import scaled_dot_product_attention as scaled_dot_product_attention
-from pce_mpi.ops.broadcasting import broadcast_to as broadcast_to, sum as sum
 from pce_mpi.ops.classes import argmax as argmax, nucleus as nucleus, take_classes as take_classes, top_k as top_k
 from pce_mpi.ops.custom import op as op
 from pce_mpi.ops.elementwise import (
@@ -116,9 +115,11 @@ from pce_mpi.ops.reductions import (
     var as var,
 )
 from pce_mpi.ops.shape import (
+    broadcast_to as broadcast_to,
     expand_dims as expand_dims,
     reshape as reshape,
     squeeze as squeeze,
+    sum as sum,
     swapaxes as swapaxes,
     transpose as transpose,
 )

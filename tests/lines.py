@@ -15,10 +15,10 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_530,
+    "package, Python": 24_444,
     "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_572,
-    "package, files of Python": 192,
+    "package, lines of docstrings": 8_570,
+    "package, files of Python": 191,
     "tests, Python": 37_128,
 }
 

@@ -322,16 +322,8 @@ class _Planned:
         placed = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(operands, dtypes, strict=True)]
         text = f"{arithmetic.prefix}{op.name} of {placed} {_plain(tuple(parameters))}"
         widens = op.wide and any(map(is_half, dtypes))
-        return _Planned(
-            plan,
-            form,
-            widens,
-            np.dtype(op.dtype(*dtypes)),
-            plan.result.replacing(new),
-            zlib.crc32(text.encode()),
-            text,
-            summed,
-        )
+        result = np.dtype(op.dtype(*dtypes)), plan.result.replacing(new)
+        return _Planned(plan, form, widens, *result, zlib.crc32(text.encode()), text, summed)
 
 
 def _planned(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any], arithmetic: Arithmetic) -> _Planned:

@@ -131,11 +131,8 @@ def infer_placements(
     finally:
         moves.reset(token)
     first = result[0] if isinstance(result, list | tuple) else result
-    return Inference(
-        tuple(dict(moved.get(id(operand), operand.sharding).by_dim) for operand in operands),
-        first.placements,
-        tuple(noted.select()),
-    )
+    needed = tuple(dict(moved.get(id(operand), operand.sharding).by_dim) for operand in operands)
+    return Inference(needed, first.placements, tuple(noted.select()))
 
 
 # One run for each kind of rank: those of a large program take seconds each.

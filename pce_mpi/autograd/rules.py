@@ -107,16 +107,13 @@ class Rule:
         operands = sources.split(",")
         if [len(operand) for operand in operands] != [len(shape) for shape in shapes]:
             raise ValueError(f"{letters!r} does not fit shapes {', '.join(map(str, shapes))}")
+        dots: list[int] = []
         for operand, shape in zip(operands, shapes, strict=True):
             for letter, length in zip(operand, shape, strict=True):
-                if letter != "." and lengths.setdefault(letter, length) != length:
+                if letter == ".":
+                    dots.append(length)
+                elif lengths.setdefault(letter, length) != length:
                     raise ValueError(f"axes {letter!r} have lengths {lengths[letter]} and {length}")
-        dots = [
-            length
-            for operand, shape in zip(operands, shapes, strict=True)
-            for letter, length in zip(operand, shape, strict=True)
-            if letter == "."
-        ]
         if not set(result) - {"."} <= set(lengths) or result.count(".") > len(dots):
             raise ValueError(f"{letters!r} has a letter in its result that no operand has")
         of_dots = iter(dots)

@@ -334,18 +334,8 @@ current_phase, current_scope, set_scope = _phase.get, _scope.get, _scope.set
 
 def record(why: cause, collective: str, purpose: Purpose, *, ranks: int, bytes: int) -> None:
     """Append one event to every open trace."""
-    event = Event(
-        _phase.get(),
-        why.operation,
-        collective,
-        purpose,
-        why.over,
-        ranks,
-        bytes,
-        why.reason,
-        before=why.before,
-        after=why.after,
-    )
+    where = _phase.get(), why.operation, collective, purpose, why.over
+    event = Event(*where, ranks, bytes, why.reason, before=why.before, after=why.after)
     for opened in open_traces():
         opened.events.append(event)
 

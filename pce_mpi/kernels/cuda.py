@@ -149,14 +149,9 @@ def fill_states(
     sums = fields.weight or fields.weighted_logit or fields.entropy
     scale, softcap = _transform_arguments(how.transform)
     split_states = cupy.empty((rows, config.splits, words), np.uint64)
-    arguments = [
-        *_grid_arguments(source, rows, classes, config),
-        None if target_column is None else cupy.asarray(target_column, dtype=np.int64),
-        _weight_of(weights, sums or fields.held_weight),
-        scale,
-        np.int32(fields.flags),
-        split_states,
-    ]
+    targets = None if target_column is None else cupy.asarray(target_column, dtype=np.int64)
+    given = targets, _weight_of(weights, sums or fields.held_weight), scale, np.int32(fields.flags), split_states
+    arguments = [*_grid_arguments(source, rows, classes, config), *given]
     looped = fields.flags & (HOLD_LARGEST | WEIGHTED_LOGIT | ENTROPY)
     kernel = _loop_of("fill_states", logits.dtype, looped, weights, how)
     if kernel is not None:
@@ -445,13 +440,8 @@ def write_gradient(out: Array, logits: Array, rows: Array, how: Pass, weights: C
     config = LaunchConfig.for_backward(count, classes, logits.dtype.itemsize)
     scale, softcap = _transform_arguments(how.transform)
     fields, used = how.fields, how.fields.weighted_logit
-    arguments = [
-        *_grid_arguments(source, count, classes, config),
-        output.rows.array,
-        np.int64(output.rows.pitch),
-        cupy.ascontiguousarray(rows),
-        scale,
-    ]
+    given = output.rows.array, np.int64(output.rows.pitch), cupy.ascontiguousarray(rows), scale
+    arguments = [*_grid_arguments(source, count, classes, config), *given]
     looped = fields.flags & (WEIGHTED_LOGIT | ENTROPY)
     kernel = _loop_of("write_gradient", logits.dtype, looped, weights, how)
     if kernel is None or not output.aligned_with(source, logits.dtype):

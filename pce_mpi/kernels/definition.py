@@ -64,13 +64,9 @@ def fill_states(
     weighted = fields.held_weight or fields.weight or fields.weighted_logit
     with np.errstate(all="ignore"):
         for mine, tile in tiles_of(rows, classes):
-            part = states_of(
-                rows_of(logits, mine, tile),
-                None if target_column is None else target_column[mine] - tile.start,
-                how,
-                _class_weights(weights, mine, tile) if weighted else None,
-                class_start + tile.start,
-            )
+            column = None if target_column is None else target_column[mine] - tile.start
+            tile_weights = _class_weights(weights, mine, tile) if weighted else None
+            part = states_of(rows_of(logits, mine, tile), column, how, tile_weights, class_start + tile.start)
             if tile.start == 0:
                 states[mine] = part
             else:

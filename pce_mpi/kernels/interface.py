@@ -181,18 +181,12 @@ class StateFields(_Flags):
     def identity(self, *shape: int) -> HostArray:
         """Return states of no classes."""
         states = np.zeros(shape, self.dtype)
-        for name in {"held", "top", "target"} & set(self.names):
-            states[name] = -np.inf
-        nothing = {
-            "depth": FORGOTTEN * self.hold_largest,
-            "weight_grid": NO_GRID,
-            "logit_grid": NO_GRID,
-            "entropy_grid": NO_ENTROPY,
-        }
+        nothing = dict.fromkeys(("held", "top", "target"), -np.inf) | dict.fromkeys(
+            ("weight_grid", "logit_grid"), NO_GRID
+        )
+        nothing |= {"depth": FORGOTTEN * self.hold_largest, "entropy_grid": NO_ENTROPY, "argmax": NO_CLASS}
         for name in nothing.keys() & set(self.names):
             states[name] = nothing[name]
-        if self.argmax:
-            states["argmax"] = NO_CLASS
         return states
 
 

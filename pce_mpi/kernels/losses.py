@@ -5,6 +5,7 @@ With h the class held apart, the loss of a row is u_h (-log p_h) + sum_{c != h} 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,8 +65,6 @@ def row_gradients(
     the logits.
     """
     rows = RowSoftmax(softmax)
-    gradient = np.zeros((len(softmax), len(ROW_GRADIENT)))
-    whole = gradient.view(np.int64)
     with np.errstate(all="ignore"):
         slope = scale * np.where(valid, upstream / divisor, 0.0)
         share = 1.0 if fields.hold_largest else terms.share
@@ -89,11 +88,17 @@ def row_gradients(
             "held": rows.held,
             "held_weight": rows.held_weight,
         }
-    for name, values in columns.items():
-        gradient[:, ROW_GRADIENT[name]] = values
-    whole[:, ROW_GRADIENT["valid"]] = valid
-    whole[:, ROW_GRADIENT["column"]] = -1 if target_column is None else target_column
-    whole[:, ROW_GRADIENT["target"]] = -1
+    return _gradient_of(
+        columns, {"valid": valid, "column": -1 if target_column is None else target_column, "target": -1}
+    )
+
+
+def _gradient_of(columns: Mapping[str, Array], whole: Mapping[str, Array | int]) -> Array:
+    """Return the rows of `ROW_GRADIENT` with these columns, `whole` those of int64, and zeros in the others."""
+    gradient = np.zeros((len(columns["top"]), len(ROW_GRADIENT)))
+    for array, named in (gradient, columns), (gradient.view(np.int64), whole):
+        for name, values in named.items():
+            array[:, ROW_GRADIENT[name]] = values
     return gradient
 
 
@@ -134,8 +139,6 @@ def statistics_gradients(
     `classes` are those of this shard, and `target_column` is None without targets.
     """
     rows = RowSoftmax(softmax)
-    gradient = np.zeros((len(softmax), len(ROW_GRADIENT)))
-    whole = gradient.view(np.int64)
     column = rows.argmax.view(np.int64) - classes.start  # that of the class held apart
     is_held = np.False_ if target_column is None else target_column == column
     entropy, logsumexp = upstream["entropy"], upstream["logsumexp"]
@@ -152,10 +155,8 @@ def statistics_gradients(
             "held_gradient": scale * (common * rows.held_probability - log_prob * less_one),
             "target_gradient": scale * log_prob,
         }
-    for name, values in columns.items():
-        gradient[:, ROW_GRADIENT[name]] = values
     # A row without an upstream gradient has none, whatever its logits are.
-    whole[:, ROW_GRADIENT["valid"]] = (log_prob != 0.0) | (entropy != 0.0) | (logsumexp != 0.0)
-    whole[:, ROW_GRADIENT["column"]] = np.where((column >= 0) & (column < len(classes)), column, -1)
-    whole[:, ROW_GRADIENT["target"]] = -1 if target_column is None else np.where(is_held, -1, target_column)
-    return gradient
+    given = (log_prob != 0.0) | (entropy != 0.0) | (logsumexp != 0.0)
+    column = np.where((column >= 0) & (column < len(classes)), column, -1)
+    target = -1 if target_column is None else np.where(is_held, -1, target_column)
+    return _gradient_of(columns, {"valid": given, "column": column, "target": target})

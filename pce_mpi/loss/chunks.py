@@ -132,17 +132,10 @@ class Product:
         multiply(self.hidden[rows], self.w, logits)
         if self.bias is not None:
             logits += self.bias
-        return replace(
-            problem,
-            options=problem.options.with_checked({"axis": 1}, problem.options.weight),
-            logits=logits,
-            rows_shape=logits.shape[:1],
-            targets=None if problem.targets is None else problem.targets[rows],
-            target_column=None if problem.target_column is None else problem.target_column[rows],
-            valid=problem.valid[rows],
-            counted=None if problem.counted is None else problem.counted[rows],
-            inputs=(),
-        )
+        arrays = {name: getattr(problem, name) for name in ("targets", "target_column", "valid", "counted")}
+        of_rows: dict[str, Any] = {name: None if array is None else array[rows] for name, array in arrays.items()}
+        options = problem.options.with_checked({"axis": 1}, problem.options.weight)
+        return replace(problem, options=options, logits=logits, rows_shape=logits.shape[:1], inputs=(), **of_rows)
 
     def parts_of(self, problem: Problem, fields: StateFields) -> Iterator[tuple[slice, Problem, RowSoftmax]]:
         """Give rows, their problem and their softmax, until all rows are done; collective over `comm`.

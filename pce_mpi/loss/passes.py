@@ -222,16 +222,8 @@ def reduced(problem: Problem, losses: Array) -> tuple[Array, Array]:
 def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:
     """Fill `array` with the gradient of the logits; `upstream`, that of `upstream_of`, is the gradient of the loss."""
     problem, fields = residuals.problem, loss_fields(residuals.problem)
-    rows = problem.kernel.row_gradients(
-        residuals.softmax.columns,
-        fields,
-        problem.counted,
-        problem.target_column,
-        upstream,
-        residuals.divisor,
-        problem.transform.scale,
-        problem.loss_terms,
-    )
+    given = fields, problem.counted, problem.target_column, upstream, residuals.divisor, problem.transform.scale
+    rows = problem.kernel.row_gradients(residuals.softmax.columns, *given, problem.loss_terms)
     _write_rows(array, problem, rows, fields, problem.class_weights)
 
 

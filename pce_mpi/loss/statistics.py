@@ -493,13 +493,8 @@ class Members:
         columns = np.where(places < counts[:, None], support.keys[member] - (own + start)[:, None], -1)
         dtype = problem.logits.dtype
         logits = problem.kernel.taken(problem.logits, axis, columns, nought_of(dtype)).view(dtype)
-        inner = replace(
-            problem,
-            options=problem.options.with_checked({"axis": 1}, None),
-            logits=logits,
-            rows_shape=logits.shape[:1],
-            classes=logits.shape[1],
-        )
+        inner = replace(problem, options=problem.options.with_checked({"axis": 1}, None), logits=logits)
+        inner = replace(inner, rows_shape=logits.shape[:1], classes=logits.shape[1])
         return cls(support, columns, skipped, inner)
 
     def columns_of(self, classes: HostArray, valid: HostArray) -> tuple[HostArray, HostArray]:

@@ -11,8 +11,8 @@ from pce_mpi.arrays import Array, array_namespace, in_one_dtype, is_floating, nu
 from pce_mpi.autograd.apply import Call, Op, apply, operands_of, operation, redistributed
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
-from pce_mpi.ops.broadcasting import sum_to
 from pce_mpi.ops.elementwise import elementwise_rule, gradient_op, library_function, square, widened
+from pce_mpi.ops.shape import sum_to
 
 Vjp = Callable[..., DistArray]
 

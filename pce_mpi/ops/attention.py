@@ -13,10 +13,9 @@ from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.kernels import layer_loops
 from pce_mpi.ops.arithmetic import where
-from pce_mpi.ops.broadcasting import local_extreme
 from pce_mpi.ops.elementwise import astype, widened_with_sums
 from pce_mpi.ops.products import matmul, transposed_times
-from pce_mpi.ops.shape import swapaxes
+from pce_mpi.ops.shape import local_extreme, swapaxes
 from pce_mpi.ops.softmax import softmax
 from pce_mpi.validation import flag, real
 

@@ -17,7 +17,7 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact import functions
 from pce_mpi.kernels import converted, layer_loops
 from pce_mpi.kernels.elementary import two_product, two_sum
-from pce_mpi.ops.broadcasting import aligned
+from pce_mpi.ops.shape import aligned
 
 Function = Callable[..., Array]  # of arrays; some take their library first
 

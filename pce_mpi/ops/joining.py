@@ -21,8 +21,7 @@ from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.sums import scattered
 from pce_mpi.kernels import converted
-from pce_mpi.ops.broadcasting import aligned
-from pce_mpi.ops.shape import expand_dims, normalized_axis, reshape
+from pce_mpi.ops.shape import aligned, expand_dims, normalized_axis, reshape
 from pce_mpi.validation import integers
 
 

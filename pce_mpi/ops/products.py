@@ -20,9 +20,8 @@ from pce_mpi.autograd.rules import Axes, Axis, Rule
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.exact.products import product
 from pce_mpi.exact.sums import reduced
-from pce_mpi.ops.broadcasting import aligned, broadcast_to, sum, sum_to
 from pce_mpi.ops.elementwise import astype, widened
-from pce_mpi.ops.shape import reshape, transpose
+from pce_mpi.ops.shape import aligned, broadcast_to, reshape, sum, sum_to, transpose
 
 
 def _matmul_rule(a: Shape, b: Shape) -> Rule:
@@ -72,14 +71,8 @@ def _exact(multiply: Callable[..., Array], length: Callable[[Shape], int]) -> Ca
 
 
 def _transposed_product_rule(a: Shape, g: Shape) -> Rule:
-    stack = tuple(Axis(index) for index in range(len(a) - 1))
-    return Rule(
-        ((*stack, Axis("k")), (*stack, Axis("n"))),
-        (Axis("k"), Axis("n")),
-        (a[-1], g[-1]),
-        linear=((0,), (1,)),
-        reduces="sum",
-    )
+    stack, k, n = tuple(Axis(index) for index in range(len(a) - 1)), Axis("k"), Axis("n")
+    return Rule(((*stack, k), (*stack, n)), (k, n), (a[-1], g[-1]), linear=((0,), (1,)), reduces="sum")
 
 
 def _transposed_product(call: Call, a: Array, g: Array, product: Callable[[Array, Array], Array] = _product) -> Array:

@@ -23,18 +23,19 @@ from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.placements import ReduceOperator, Replicate
 from pce_mpi.exact.sums import running_total, total
 from pce_mpi.kernels import converted, standard_arithmetic
-from pce_mpi.ops.broadcasting import (
+from pce_mpi.ops.elementwise import astype, elementwise_rule, unary, widened
+from pce_mpi.ops.shape import (
     broadcast_to,
     exact_total,
     kept_shape,
     local_extreme,
     normalized_axes,
+    normalized_axis,
     reduction_rule,
+    reshape,
     spread,
     sum,
 )
-from pce_mpi.ops.elementwise import astype, elementwise_rule, unary, widened
-from pce_mpi.ops.shape import normalized_axis, reshape
 from pce_mpi.ops.softmax import Softmax, real_dtype
 from pce_mpi.validation import flag, real
 

@@ -16,10 +16,9 @@ from pce_mpi.kernels import converted, standard_arithmetic
 from pce_mpi.kernels.interface import StateFields
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.passes import row_softmax, write_probabilities
-from pce_mpi.ops.broadcasting import kept_shape, sum
 from pce_mpi.ops.elementwise import exp, widened
 from pce_mpi.ops.primitive import sharded_options
-from pce_mpi.ops.shape import normalized_axis
+from pce_mpi.ops.shape import kept_shape, normalized_axis, sum
 
 _STATE = StateFields(hold_largest=True)
 # Elements of a block of log-probabilities.

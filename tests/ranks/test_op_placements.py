@@ -16,7 +16,7 @@ import pytest
 
 import pce_mpi as pce
 from pce_mpi import Partial, Shard, check_replicas
-from pce_mpi.ops.broadcasting import reduction_rule
+from pce_mpi.ops.shape import reduction_rule
 from pce_mpi.testing import in_step
 from ranks.grids import assembled, factorizations, mesh_of, placements_of, spread
 from ranks.op_cases import CASES, OPS, Outcome, cases_of, error_of, evaluate, one_process
