@@ -15,7 +15,7 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_444,
+    "package, Python": 24_428,
     "package, C++ and CUDA": 5_208,
     "package, lines of docstrings": 8_570,
     "package, files of Python": 191,

@@ -21,27 +21,9 @@ import cupy
 import numpy as np
 
 from pce_mpi.arrays import DType, HostArray, is_floating
-from pce_mpi.kernels import classes
+from pce_mpi.kernels import classes, compilation
 from pce_mpi.kernels.classes import bits_of, sums_of_equal as sums_of_equal
-from pce_mpi.kernels.compilation import (
-    BLOCK_THREADS,
-    CPP_TYPES,
-    DTYPE_CODES,
-    ENTROPY,
-    HOLD_LARGEST,
-    LOOPS,
-    MERGE_BLOCK_THREADS,
-    OPTIONS,
-    PRECISIONS,
-    VALUES_OF_BLOCK,
-    WARP_SIZE,
-    WEIGHTED_LOGIT,
-    WORDS,
-    Kernel,
-    LaunchConfig,
-    loop,
-    source_of,
-)
+from pce_mpi.kernels.compilation import Kernel, LaunchConfig, loop, source_of
 from pce_mpi.kernels.interface import (
     DOUBLE,
     ROW_GRADIENT,
@@ -71,7 +53,7 @@ _NULL = np.uint64(0)
 
 @cache
 def _function(kernel: Kernel, device: int) -> Any:
-    module = cupy.RawModule(code=source_of(kernel.file), options=OPTIONS, name_expressions=[kernel.name])
+    module = cupy.RawModule(code=source_of(kernel.file), options=compilation.OPTIONS, name_expressions=[kernel.name])
     return module.get_function(kernel.name)
 
 
@@ -80,7 +62,9 @@ def _multiprocessors(device: int) -> int:
     return int(cupy.cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
-def _launch(kernel: Kernel, grid: tuple[int, int], block_threads: int, *arguments: Any) -> None:
+def _launch(
+    kernel: Kernel, grid: tuple[int, int], *arguments: Any, block_threads: int = compilation.BLOCK_THREADS
+) -> None:
     """Launch a kernel; None among its arguments is a null pointer, and arrays are kept until the launch."""
     given = tuple(_NULL if argument is None else argument for argument in arguments)
     _function(kernel, cupy.cuda.Device().id)((*grid, 1), (block_threads, 1, 1), given)
@@ -88,12 +72,16 @@ def _launch(kernel: Kernel, grid: tuple[int, int], block_threads: int, *argument
 
 def _launch_for_rows(kernel: Kernel, rows: int, *arguments: Any) -> None:
     """Launch a kernel with a thread for each row."""
-    _launch(kernel, (-(-rows // BLOCK_THREADS), 1), BLOCK_THREADS, *arguments)
+    _launch(kernel, (-(-rows // compilation.BLOCK_THREADS), 1), *arguments)
+
+
+def _code_of(dtype: DType) -> np.int32:
+    return np.int32(compilation.DTYPE_CODES[dtype.name])
 
 
 def _name_of(precision: Precision) -> str:
     """Return the C++ type of a precision."""
-    return PRECISIONS[precision is not SINGLE]
+    return compilation.PRECISIONS[precision is not SINGLE]
 
 
 def _way_of(scale: float) -> str:
@@ -105,11 +93,11 @@ def _way_of(scale: float) -> str:
 def _loop_of(function: str, dtype: DType, fields: int, weights: ClassWeights, how: Pass) -> Kernel | None:
     """Return the kernel with a loop over vectors for these fields, None if the general one has to do it."""
     (least, most), scale = _NEAR_SCALES, how.transform.scale
-    ones = not fields & WEIGHTED_LOGIT or (weights.weight is None and weights.probabilities is None)
+    ones = not fields & compilation.WEIGHTED_LOGIT or (weights.weight is None and weights.probabilities is None)
     if how.precision is not SINGLE or how.transform.softcap is not None or not ones or not least <= scale <= most:
         return None
     kernel = loop(function, dtype.name, _way_of(scale), fields)
-    return kernel if kernel in LOOPS else None
+    return kernel if kernel in compilation.LOOPS else None
 
 
 def _weight_of(weights: ClassWeights, used: bool) -> Array | None:
@@ -121,8 +109,7 @@ def _probabilities_of(weights: ClassWeights, used: bool) -> list[Any]:
     if not used or weights.probabilities is None:
         return [None, np.int32(0), np.int64(0), np.float64(1.0), np.float64(0.0)]
     probabilities, pitch = rows_of(weights.probabilities)
-    code = np.int32(DTYPE_CODES[weights.probabilities.dtype.name])
-    share = weights.smoothing / weights.classes
+    code, share = _code_of(weights.probabilities.dtype), weights.smoothing / weights.classes
     return [probabilities, code, np.int64(pitch), np.float64(1.0 - weights.smoothing), np.float64(share)]
 
 
@@ -152,22 +139,22 @@ def fill_states(
     targets = None if target_column is None else cupy.asarray(target_column, dtype=np.int64)
     given = targets, _weight_of(weights, sums or fields.held_weight), scale, np.int32(fields.flags), split_states
     arguments = [*_grid_arguments(source, rows, classes, config), *given]
-    looped = fields.flags & (HOLD_LARGEST | WEIGHTED_LOGIT | ENTROPY)
+    looped = fields.flags & (compilation.HOLD_LARGEST | compilation.WEIGHTED_LOGIT | compilation.ENTROPY)
     kernel = _loop_of("fill_states", logits.dtype, looped, weights, how)
     if kernel is not None:
         arguments.append(np.int64(class_start))
     else:
-        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(how.precision)}"
+        types = f"{compilation.CPP_TYPES[logits.dtype.name]}, {_name_of(how.precision)}"
         kernel = Kernel("general_forward.cu", f"pce::fill_general_states<{types}>")
         arguments += [softcap, *_probabilities_of(weights, sums or fields.held_weight), np.int64(class_start)]
-    _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
+    _launch(kernel, (config.blocks, config.splits), *arguments, block_threads=config.block_threads)
     if config.splits == 1:
         return split_states.reshape(rows, words)
     states = cupy.empty((rows, words), np.uint64)
     arguments = [split_states, np.int64(rows), np.int32(config.splits), scale, softcap, np.int32(fields.flags), states]
-    merge_blocks = -(-rows // (MERGE_BLOCK_THREADS // WARP_SIZE))
+    merge_blocks = -(-rows // (compilation.MERGE_BLOCK_THREADS // compilation.WARP_SIZE))
     kernel = Kernel("merge.cu", f"pce::merge_states<{_name_of(how.precision)}>")
-    _launch(kernel, (merge_blocks, 1), MERGE_BLOCK_THREADS, *arguments)
+    _launch(kernel, (merge_blocks, 1), *arguments, block_threads=compilation.MERGE_BLOCK_THREADS)
     return states
 
 
@@ -229,7 +216,7 @@ def _upstream_arguments(upstream: Any) -> list[Any]:
     if isinstance(upstream, np.ndarray):
         return [None, np.int32(0), np.int32(0), np.float64(upstream[0])]
     array = cupy.ascontiguousarray(upstream)
-    return [array, np.int32(DTYPE_CODES[array.dtype.name]), np.int32(array.size > 1), np.float64(0.0)]
+    return [array, _code_of(array.dtype), np.int32(array.size > 1), np.float64(0.0)]
 
 
 def row_gradients(
@@ -257,8 +244,7 @@ def row_gradients(
 def row_statistics(softmax: GpuStates, valid: Array | None, dtype: DType) -> tuple[Array, Array]:
     """Return statistics of rows; `losses.row_statistics` has the arguments. `valid` is None if all rows count."""
     numbers, argmax = cupy.empty((5, len(softmax)), dtype), cupy.empty(len(softmax), np.int64)
-    code = np.int32(DTYPE_CODES[numbers.dtype.name])
-    softmax.launch("statistics.cu", "fill_row_statistics", valid, numbers, code, argmax)
+    softmax.launch("statistics.cu", "fill_row_statistics", valid, numbers, _code_of(numbers.dtype), argmax)
     return numbers, argmax
 
 
@@ -295,10 +281,10 @@ def statistics_gradients(
 def _partial_sums(items: Array) -> Array:
     """Return the sums of parts of (arrays, count) numbers, (arrays, parts, 4), or the numbers, if these are few."""
     arrays, count = items.shape
-    if count <= VALUES_OF_BLOCK:
+    if count <= compilation.VALUES_OF_BLOCK:
         return items
-    sums = cupy.empty((arrays, -(-count // VALUES_OF_BLOCK), 4), np.uint64)
-    _launch(Kernel("sums.cu", "pce::sum_items<double>"), (sums.shape[1], arrays), BLOCK_THREADS, *_items(items), sums)
+    sums = cupy.empty((arrays, -(-count // compilation.VALUES_OF_BLOCK), 4), np.uint64)
+    _launch(Kernel("sums.cu", "pce::sum_items<double>"), (sums.shape[1], arrays), *_items(items), sums)
     return sums
 
 
@@ -316,7 +302,7 @@ def sums_of(*arrays: Array) -> Array:
     sums = cupy.empty((len(arrays), 4), np.uint64)
     for total, values in zip(sums, arrays, strict=True):
         items = _partial_sums(cupy.ascontiguousarray(values, np.float64)[None])
-        _launch(_kernel_of_sums("sum_items", items), (1, 1), BLOCK_THREADS, *_items(items), total)
+        _launch(_kernel_of_sums("sum_items", items), (1, 1), *_items(items), total)
     return sums
 
 
@@ -332,8 +318,8 @@ def loss_of(sums: Array, mean: bool, dtype: DType) -> tuple[Array, Array]:
 
 def _loss_of(items: Array, mean: bool, dtype: DType) -> tuple[Array, Array]:
     loss, divisor = cupy.empty((), dtype), cupy.empty(1, np.float64)
-    arguments = *_items(items), np.bool_(mean), loss, np.int32(DTYPE_CODES[loss.dtype.name]), divisor
-    _launch(_kernel_of_sums("fill_loss", items), (1, 1), BLOCK_THREADS, *arguments)
+    arguments = *_items(items), np.bool_(mean), loss, _code_of(loss.dtype), divisor
+    _launch(_kernel_of_sums("fill_loss", items), (1, 1), *arguments)
     return loss, divisor
 
 
@@ -381,7 +367,7 @@ def _launch_for_columns(function: str, x: Array, axis: int, columns: HostArray, 
             rows = np.add.outer(rows, stride // x.itemsize * np.arange(length)).reshape(-1)
         places = rows[:, None] + columns * (strides[-1] // x.itemsize)
         places = np.where((columns >= 0) & (columns < lengths[-1]), places, np.iinfo(np.int64).min)
-        kernel = Kernel("chosen.cu", f"pce::{function}_elements<{WORDS[x.itemsize]}>")
+        kernel = Kernel("chosen.cu", f"pce::{function}_elements<{compilation.WORDS[x.itemsize]}>")
         given = cupy.asarray(np.ascontiguousarray(places))
         _launch_for_rows(kernel, columns.size, bits_of(x), given, np.int64(columns.size), *arguments)
 
@@ -395,9 +381,9 @@ def kept_at_least(x: Array, least: HostArray) -> tuple[Array, Array]:
     kept, counts = cupy.empty(x.shape, x.dtype), cupy.zeros(rows, np.int64)
     if x.size:
         source = rows_of(x[:, :, None])
-        sizes = np.int32(DTYPE_CODES[x.dtype.name]), np.int64(source.pitch), np.int64(classes)
+        sizes = _code_of(x.dtype), np.int64(source.pitch), np.int64(classes)
         given = source.array, *sizes, cupy.asarray(least, np.float64), kept, counts
-        _launch(Kernel("chosen.cu", "pce::keep_at_least"), (rows, 1), BLOCK_THREADS, *given)
+        _launch(Kernel("chosen.cu", "pce::keep_at_least"), (rows, 1), *given)
     return kept, counts
 
 
@@ -405,9 +391,9 @@ def converted(values: Array, dtype: DType) -> Array:
     """Return floating-point numbers in another dtype, rounded once, subnormal ones too."""
     result = cupy.empty(values.shape, dtype)
     if result.size:
-        source = cupy.ascontiguousarray(values), np.int32(DTYPE_CODES[values.dtype.name]), np.int64(result.size)
+        source = cupy.ascontiguousarray(values), _code_of(values.dtype), np.int64(result.size)
         kernel = Kernel("conversion.cu", "pce::convert")
-        _launch_for_rows(kernel, result.size, *source, result, np.int32(DTYPE_CODES[dtype.name]))
+        _launch_for_rows(kernel, result.size, *source, result, _code_of(dtype))
     return result
 
 
@@ -419,11 +405,11 @@ def halves_of(values: Array, dtype: DType, scale: Array | None, count: int) -> l
     rows, columns = values.shape
     halves = [cupy.empty(values.shape, dtype) for _ in range(count)]
     if values.size:
-        parts, pitch = -(-columns // BLOCK_THREADS), values.strides[0] // values.itemsize
+        parts, pitch = -(-columns // compilation.BLOCK_THREADS), values.strides[0] // values.itemsize
         sizes = np.int64(pitch), np.uint32(parts), np.int64(columns)
-        outputs = halves[0], halves[1] if count > 1 else None, np.int32(DTYPE_CODES[np.dtype(dtype).name])
+        outputs = halves[0], halves[1] if count > 1 else None, _code_of(np.dtype(dtype))
         kernel = Kernel("conversion.cu", "pce::split_halves")
-        _launch(kernel, (rows * parts, 1), BLOCK_THREADS, values, *sizes, scale, *outputs)
+        _launch(kernel, (rows * parts, 1), values, *sizes, scale, *outputs)
     return halves
 
 
@@ -442,14 +428,14 @@ def write_gradient(out: Array, logits: Array, rows: Array, how: Pass, weights: C
     fields, used = how.fields, how.fields.weighted_logit
     given = output.rows.array, np.int64(output.rows.pitch), cupy.ascontiguousarray(rows), scale
     arguments = [*_grid_arguments(source, count, classes, config), *given]
-    looped = fields.flags & (WEIGHTED_LOGIT | ENTROPY)
+    looped = fields.flags & (compilation.WEIGHTED_LOGIT | compilation.ENTROPY)
     kernel = _loop_of("write_gradient", logits.dtype, looped, weights, how)
     if kernel is None or not output.aligned_with(source, logits.dtype):
-        types = f"{CPP_TYPES[logits.dtype.name]}, {_name_of(how.precision)}"
+        types = f"{compilation.CPP_TYPES[logits.dtype.name]}, {_name_of(how.precision)}"
         kernel = Kernel("general_backward.cu", f"pce::write_general_gradient<{types}>")
-        arguments += [np.int32(fields.flags), np.int32(DTYPE_CODES[out.dtype.name]), softcap]
+        arguments += [np.int32(fields.flags), _code_of(out.dtype), softcap]
         arguments += [_weight_of(weights, used), *_probabilities_of(weights, used)]
-    _launch(kernel, (config.blocks, config.splits), config.block_threads, *arguments)
+    _launch(kernel, (config.blocks, config.splits), *arguments, block_threads=config.block_threads)
     output.copy_back()
 
 
@@ -467,7 +453,7 @@ def _pair_arguments(pair: Pair) -> list[Any]:
     arguments: list[Any] = []
     for logits in (pair.p, pair.q):
         source = rows_of(logits)
-        arguments += [source.array, np.int32(DTYPE_CODES[logits.dtype.name]), np.int64(source.pitch)]
+        arguments += [source.array, _code_of(logits.dtype), np.int64(source.pitch)]
     numbers = pair.p_rows, pair.q_rows, pair.difference
     mean = map(np.float64, pair.mean or [0.0] * 4)
     scale, single = np.float64(pair.transform.scale), np.bool_(pair.single)
@@ -480,7 +466,7 @@ def divergence_sums(pair: Pair) -> Array:
     sums = cupy.empty((rows, 6), np.uint64)
     if rows:
         given = *_pair_arguments(pair), classes
-        _launch(Kernel("divergence.cu", "pce::sum_divergences"), (rows, 1), BLOCK_THREADS, *given, sums)
+        _launch(Kernel("divergence.cu", "pce::sum_divergences"), (rows, 1), *given, sums)
     return sums
 
 
@@ -505,6 +491,6 @@ def write_divergence_gradient(
     output = Output.of(out)
     of_rows = *map(cupy.ascontiguousarray, (slope, constant, valid)), output.rows.array
     given = *_pair_arguments(pair), np.int64(classes), np.int32(of), *of_rows
-    to = np.int32(DTYPE_CODES[out.dtype.name]), np.int64(output.rows.pitch)
-    _launch(Kernel("divergence.cu", "pce::write_divergence_gradient"), (rows, 1), BLOCK_THREADS, *given, *to)
+    to = _code_of(out.dtype), np.int64(output.rows.pitch)
+    _launch(Kernel("divergence.cu", "pce::write_divergence_gradient"), (rows, 1), *given, *to)
     output.copy_back()

@@ -175,7 +175,7 @@ def check_scales_beyond_float32(cuda, dtypes=DTYPES[:3]):
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_scales_beyond_float32_have_bits_of_definition(cuda, monkeypatch, dtype):
     launched, launch = set(), cuda._launch
-    monkeypatch.setattr(cuda, "_launch", lambda kernel, *given: (launched.add(kernel), launch(kernel, *given)))
+    monkeypatch.setattr(cuda, "_launch", lambda kernel, *a, **k: (launched.add(kernel), launch(kernel, *a, **k)))
     check_scales_beyond_float32(cuda, [dtype])
     loops = {compilation.loop(name, dtype.name, "SCALED_IN_DOUBLE", 0) for name in ("fill_states", "write_gradient")}
     assert loops <= launched
@@ -274,7 +274,7 @@ def test_states_of_splits_merge_to_same_bits(cuda, monkeypatch):
 
 
 def test_no_rows_or_no_classes_launch_nothing(cuda, monkeypatch):
-    monkeypatch.setattr(cuda, "_launch", lambda *_: pytest.fail("launched"))
+    monkeypatch.setattr(cuda, "_launch", lambda *_, **__: pytest.fail("launched"))
     for fields in FIELDS.values():
         for shape in ((0, 5, 1), (3, 0, 1), (0, 0, 0), (2, 0, 3), (2, 5, 0)):
             logits, rows = np.empty(shape, np.float32), shape[0] * shape[2]
