@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 import math
 from typing import Any
 import zlib
@@ -32,24 +31,20 @@ from pce_mpi.hollow import enter
 class _Group:
     """Gradients that go into one collective over the same ranks, as one of these ranks sees them.
 
-    `members` are the numbers of their parameters. Each member has a divisor that turns the partials of an average into
-    those of a sum, the shape of its gradient on this rank after the collective, and its end in the flat buffer. For a
-    reduce_scatter, `parts` has the part of each member that goes to each rank. `before` and `after` are for the trace.
+    `steps` has the step of each, by the number of its parameter, and `shapes` what it is on this rank afterwards. For a
+    reduce_scatter, `parts` has the part of each that goes to each rank. `before` and `after` are for the trace.
     """
 
-    mesh: int
-    verb: Verb
-    dims: tuple[str, ...]
-    dtype: np.dtype[Any]
-    members: tuple[int, ...]
-    averaging: tuple[tuple[int, float], ...]
+    key: _Key
+    steps: Mapping[int, Step]
     shapes: tuple[tuple[int, ...], ...]
-    ends: tuple[int, ...]
     parts: tuple[tuple[tuple[slice, ...], ...], ...]
     before: str
     after: str
 
 
+# The number of a parameter's mesh, the kind and the dims of a collective, and the dtype of the gradients.
+_Key = tuple[int, Verb, tuple[str, ...], np.dtype[Any]]
 # The number of a parameter's mesh, its sharding, that of its gradient, and the dtype of both.
 _Placed = tuple[int, Sharding, Sharding | None, np.dtype[Any]]
 # The place of this rank on a mesh.
@@ -91,7 +86,10 @@ def synchronize(
     error, named = checks.error, False
     for number, mesh in enumerate(meshes):
         with local_checks() as agreement:
-            _agree_on(mesh, operation, called[number], schedule, number, error, named)
+            fact = 0 if schedule is None else schedule.checksums[number]
+            checksums = mesh.agree(mesh.dims, operation, called[number], error, fact=fact, ranks_named=named)
+            if schedule is not None and checksums != checksums[:1] * len(checksums):
+                mesh.agree(mesh.dims, operation, schedule.described[number])  # names the parameters that differ
         if agreement.error is not None:  # to be told to the ranks of the other meshes
             error, named = agreement.error, True
     if error is not None:
@@ -104,9 +102,9 @@ def synchronize(
         for index in schedule.alone:
             parameters[index].grad = brought = redistribute(gradients[index], parameters[index].sharding)
             enter(brought.local, "gradients")
-    partials = {index: gradients[index].local for group in schedule.groups for index in group.members}
+    partials = {index: gradients[index].local for group in schedule.groups for index in group.steps}
     for group in schedule.groups:
-        _bring_together(group, partials, meshes[group.mesh], operation)
+        _bring_together(group, partials, meshes[group.key[0]], operation)
     for index, partial in partials.items():
         parameter = parameters[index]
         # Gradients are views of the reduced buffer, which lives as long as they do: copies would take as long as the
@@ -114,22 +112,6 @@ def synchronize(
         local = partial.astype(parameter.dtype, copy=False)
         enter(local, "gradients")
         parameter.grad = DistArray(local, parameter.mesh, parameter.sharding)
-
-
-def _agree_on(
-    mesh: Mesh,
-    operation: str,
-    called: Mapping[str, Hashable],
-    schedule: _Schedule | None,
-    number: int,
-    error: Exception | None,
-    named: bool,
-) -> None:
-    dims = tuple(mesh.dims)
-    fact = 0 if schedule is None else schedule.checksums[number]
-    checksums = mesh.agree(dims, operation, called, error, fact=fact, ranks_named=named)
-    if checksums != checksums[:1] * len(checksums) and schedule is not None:
-        mesh.agree(dims, operation, schedule.described[number])  # raises an error with the parameters that differ
 
 
 @lru_cache(maxsize=64)
@@ -157,11 +139,8 @@ def _schedule(placed: tuple[_Placed, ...], coordinates: tuple[_Coordinates, ...]
         key = next((key for key in keys if not any(key in later for _, *later in waiting.values())), keys[0])
         group = {index: pending[index].pop(0) for index, keys in waiting.items() if keys[0] == key}
         groups.append(_group(key, group, dict(coordinates[key[0]])))
-    groups.sort(key=lambda group: group.mesh)  # one mesh after the other, as they may have different ranks
+    groups.sort(key=lambda group: group.key[0])  # one mesh after the other, as they may have different ranks
     return _Schedule(tuple(described), tuple(zlib.crc32(text.encode()) for text in texts), tuple(alone), tuple(groups))
-
-
-_Key = tuple[int, Verb, tuple[str, ...], np.dtype[Any]]
 
 
 def _key(placed: _Placed, step: Step) -> _Key:
@@ -175,51 +154,41 @@ def _is_sum(step: Step) -> bool:
 
 def _group(key: _Key, taken: Mapping[int, Step], here: Coordinates) -> _Group:
     """Return the group of the steps `taken`, by the number of their parameters, for the rank at `here`."""
-    mesh, verb, dims, dtype = key
-    shapes = tuple(step.after.local_shape(here) for step in taken.values())
-    parts = []
+    _, verb, dims, _ = key
+    every, parts = taken.values(), []
     if verb == "reduce_scatter":
-        for member in next(iter(taken.values())).before.members(dims, here):
-            parts.append(tuple(within(step.before.slices(here), step.after.slices(member)) for step in taken.values()))
-    return _Group(
-        mesh=mesh,
-        verb=verb,
-        dims=dims,
-        dtype=dtype,
-        members=tuple(taken),
-        averaging=tuple(step.averaging for step in taken.values()),
-        shapes=shapes,
-        ends=tuple(accumulate(math.prod(shape) for shape in shapes)),
-        parts=tuple(parts),
-        before=", ".join(dict.fromkeys(step.placement_before for step in taken.values())),
-        after=", ".join(dict.fromkeys(step.placement_after for step in taken.values())),
-    )
+        for member in next(iter(every)).before.members(dims, here):
+            parts.append(tuple(within(step.before.slices(here), step.after.slices(member)) for step in every))
+    before = ", ".join(dict.fromkeys(step.placement_before for step in every))
+    after = ", ".join(dict.fromkeys(step.placement_after for step in every))
+    return _Group(key, taken, tuple(step.after.local_shape(here) for step in every), tuple(parts), before, after)
 
 
 def _bring_together(group: _Group, partials: dict[int, Array], mesh: Mesh, operation: str) -> None:
     """Replace the local array of each gradient in `group` by its result of the group's collective."""
-    dtype = compute_dtype_of(group.dtype)  # so that halves are rounded only once
-    mine = [partials[index] for index in group.members]
-    for number, (before_sum, _) in enumerate(group.averaging):
-        if before_sum > 1:
-            mine[number] = mine[number].astype(dtype, copy=False) / before_sum
-    xp, comm = array_namespace(mine[0]), mesh.comm(*group.dims)
+    _, verb, dims, dtype = group.key
+    wide = compute_dtype_of(dtype)  # so that halves are rounded only once
+    mine = []
+    for index, step in group.steps.items():
+        before_sum, _ = step.averaging
+        partial = partials[index]
+        mine.append(partial.astype(wide, copy=False) / before_sum if before_sum > 1 else partial)
+    xp, comm = array_namespace(mine[0]), mesh.comm(*dims)
     reason = "gradients are brought to their parameters, in one buffer"
-    with cause(operation, text_of_dims(group.dims), reason, group.before, group.after):
-        if group.verb == "all_reduce":
-            flat = xp.concatenate([partial.reshape(-1) for partial in mine], dtype=dtype)
+    with cause(operation, text_of_dims(dims), reason, group.before, group.after):
+        if verb == "all_reduce":
+            flat = xp.concatenate([partial.reshape(-1) for partial in mine], dtype=wide)
             flat = all_reduce(flat, comm, "sum", overwrite=True)
         else:
             blocks = []
             for parts in group.parts:
                 sent = [partial[part].reshape(-1) for partial, part in zip(mine, parts, strict=True)]
-                blocks.append(xp.concatenate(sent, dtype=dtype))
+                blocks.append(xp.concatenate(sent, dtype=wide))
             flat = reduce_scatter(blocks, comm, "sum")
-    starts = (0, *group.ends[:-1])
-    for index, start, end, shape, (_, after_sum) in zip(
-        group.members, starts, group.ends, group.shapes, group.averaging, strict=True
-    ):
-        if after_sum < 1:
+    end = 0
+    for (index, step), shape in zip(group.steps.items(), group.shapes, strict=True):
+        start, end = end, end + math.prod(shape)
+        if (after_sum := step.averaging[1]) < 1:
             flat[start:end] /= after_sum
         partials[index] = flat[start:end].reshape(shape)
 
