@@ -15,7 +15,7 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_401,
+    "package, Python": 24_384,
     "package, C++ and CUDA": 5_208,
     "package, lines of docstrings": 8_569,
     "package, files of Python": 191,

@@ -7,7 +7,7 @@ hold backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache, wraps
@@ -21,6 +21,7 @@ import numpy as np
 
 from pce_mpi.arrays import (
     REAL,
+    DType,
     array_namespace,
     as_array,
     check_one_library,
@@ -43,6 +44,10 @@ from pce_mpi.exact.arithmetic import Arithmetic, converted, current
 from pce_mpi.hollow import Allocation, Hollow, hollow, open_ledger
 
 Vjp = Callable[..., Any]
+Arrays = Sequence[DistArray]
+Shardings = tuple[Sharding, ...]
+DTypes = tuple[DType, ...]
+Items = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +244,8 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     if listeners():
         for result in results:
             announce_result(op.name, result)
-    put_on_tape(op, results, operands, inputs, required, parameters, call.residuals)
+    more = parameters if call.residuals is None else {**parameters, "residuals": call.residuals}
+    put_on_tape(op, results, operands, inputs, required, more)
     return tuple(results) if several else results[0]
 
 
@@ -303,12 +309,7 @@ class _Planned:
 
     @staticmethod
     def of(
-        op: Op,
-        plan: Plan,
-        operands: Sequence[Sharding],
-        dtypes: Sequence[Any],
-        parameters: Iterable[Any],
-        arithmetic: Arithmetic,
+        op: Op, plan: Plan, operands: Shardings, dtypes: DTypes, parameters: Items, arithmetic: Arithmetic
     ) -> _Planned:
         form = arithmetic.form(op)
         summed = plan.result.summed_dims if form is op.exact else ()
@@ -320,7 +321,7 @@ class _Planned:
             and not any(dim in operand.partial_dims for operand in plan.operands)
         }
         placed = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(operands, dtypes, strict=True)]
-        text = f"{arithmetic.prefix}{op.name} of {placed} {_plain(tuple(parameters))}"
+        text = f"{arithmetic.prefix}{op.name} of {placed} {_plain(parameters)}"
         widens = op.wide and any(map(is_half, dtypes))
         result = np.dtype(op.dtype(*dtypes)), plan.result.replacing(new)
         return _Planned(plan, form, widens, *result, zlib.crc32(text.encode()), text, summed)
@@ -340,13 +341,7 @@ def _planned(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any
 
 
 @lru_cache(maxsize=4096)
-def _cached(
-    op: Op,
-    shardings: tuple[Sharding, ...],
-    dtypes: tuple[np.dtype[Any], ...],
-    parameters: tuple[tuple[str, Any], ...],
-    arithmetic: Arithmetic,
-) -> _Planned:
+def _cached(op: Op, shardings: Shardings, dtypes: DTypes, parameters: Items, arithmetic: Arithmetic) -> _Planned:
     assert op.rule is not None
     _check_float8(op, dtypes)
     rule = op.rule(*(sharding.shape for sharding in shardings), **dict(parameters))
@@ -437,15 +432,9 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def put_on_tape(
-    op: Op,
-    results: Sequence[DistArray],
-    operands: Sequence[DistArray],
-    inputs: Sequence[DistArray],
-    required: tuple[bool, ...],
-    parameters: Mapping[str, Any],
-    residuals: Any,
+    op: Op, results: Arrays, operands: Arrays, inputs: Arrays, required: tuple[bool, ...], more: Mapping[str, Any]
 ) -> None:
-    """Put the `results` that are real numbers on the tape.
+    """Put the `results` that are real numbers on the tape; `more` are keyword arguments of the vjps.
 
     Each vjp takes their gradients, then the results themselves: two tuples, or two arrays if there is one result.
     """
@@ -459,7 +448,6 @@ def put_on_tape(
     used = range(-1, len(required)) if op.uses is None else _used(op.uses, required)
     known, scope = list(map(_for_tape, real, repeat(-1 in used))), current_scope()
     arguments = [_for_tape(x, index in used) for index, x in enumerate(inputs)]
-    more = parameters if residuals is None else {**parameters, "residuals": residuals}
     wanted = [(x.sharding, x.local.dtype) if x.requires_grad else None for x in operands]
 
     def vjp(gradients: Sequence[DistArray | None]) -> list[DistArray | None]:

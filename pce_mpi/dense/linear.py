@@ -83,12 +83,7 @@ def linear_cross_entropy_value_and_grad(
 
 
 def linear_class_statistics(
-    hidden: ArrayLike,
-    w: ArrayLike,
-    targets: ArrayLike | None = None,
-    *,
-    bias: ArrayLike | None = None,
-    **options: Any,
+    hidden: ArrayLike, w: ArrayLike, targets: ArrayLike | None = None, *, bias: ArrayLike | None = None, **options: Any
 ) -> Statistics:
     """Compute the class statistics of the logits `hidden @ w + bias`, in float64.
 
