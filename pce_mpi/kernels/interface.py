@@ -218,11 +218,8 @@ ROW_SOFTMAX = {
 }
 
 
-class RowSoftmax:
-    """The softmax of each row, from merged states; it is `nan` for rows of only -inf, with a +inf or with a `nan`.
-
-    `columns` is (rows, columns of `ROW_SOFTMAX`), float64, or `MergedStates`; each column is an attribute too, (rows,).
-    """
+class Columns:
+    """An array (rows, columns of `ROW_SOFTMAX`), float64, or `MergedStates`; each column is an attribute, (rows,)."""
 
     def __init__(self, columns: Array):
         self.columns = columns
@@ -231,6 +228,13 @@ class RowSoftmax:
         if name in ROW_SOFTMAX:
             return self.columns[:, ROW_SOFTMAX[name]]
         raise AttributeError(name)
+
+
+class RowSoftmax(Columns):
+    """The softmax of rows, from merged states of the pass `how`; `nan` for only -inf, a +inf or a `nan` in a row."""
+
+    def __init__(self, columns: Array, how: Pass):
+        self.columns, self.how = columns, how
 
 
 class MergedStates:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pce_mpi.kernels.elementary import transformed
-from pce_mpi.kernels.interface import ROW_GRADIENT, RowSoftmax, StateFields, Transform, Upstream
+from pce_mpi.kernels.interface import ROW_GRADIENT, Columns, StateFields, Transform, Upstream
 from pce_mpi.kernels.row_softmax import times
 
 Array = np.ndarray[Any, Any]
@@ -34,7 +34,7 @@ def row_losses(softmax: Array, fields: StateFields, valid: Array, terms: LossTer
 
     `softmax` has the columns of `ROW_SOFTMAX`.
     """
-    rows = RowSoftmax(softmax)
+    rows = Columns(softmax)
     with np.errstate(all="ignore"):
         if fields.hold_largest:
             weights, losses = np.ones(len(softmax)), rows.weighted_nll
@@ -64,7 +64,7 @@ def row_gradients(
     `upstream`, (1,) or (rows,), is the gradient of the loss, to be divided by `divisor`, (1,); `scale` is the scale of
     the logits.
     """
-    rows = RowSoftmax(softmax)
+    rows = Columns(softmax)
     with np.errstate(all="ignore"):
         slope = scale * np.where(valid, upstream / divisor, 0.0)
         share = 1.0 if fields.hold_largest else terms.share
@@ -108,7 +108,7 @@ def row_statistics(softmax: Array, valid: Array, dtype: np.dtype[Any]) -> tuple[
     They are the largest z, sum_c exp(z_c - it), logsumexp, the target's log-probability, or 0 in rows that are not
     `valid`, and the entropy.
     """
-    rows = RowSoftmax(softmax)
+    rows = Columns(softmax)
     with np.errstate(all="ignore"):
         log_prob = np.where(valid, rows.target_log_prob, 0.0)
         found = np.array([rows.held_z, 1.0 + rows.odds, rows.logsumexp, log_prob, rows.entropy])
@@ -121,7 +121,7 @@ def target_log_probs(softmax: Array, chosen: Array, valid: Array, transform: Tra
 
     Each is that of a single target, `RowSoftmax.target_log_prob`.
     """
-    rows = RowSoftmax(softmax)
+    rows = Columns(softmax)
     with np.errstate(all="ignore"):
         (z, low), (held, held_low) = (
             transformed(x, transform) for x in (chosen.astype(np.float64), rows.held[:, None])
@@ -138,7 +138,7 @@ def statistics_gradients(
     The gradients of the statistics are (1,) or (rows,); that of `log_prob` does not count in rows that are not `valid`.
     `classes` are those of this shard, and `target_column` is None without targets.
     """
-    rows = RowSoftmax(softmax)
+    rows = Columns(softmax)
     column = rows.argmax.view(np.int64) - classes.start  # that of the class held apart
     is_held = np.False_ if target_column is None else target_column == column
     entropy, logsumexp = upstream["entropy"], upstream["logsumexp"]

@@ -150,10 +150,10 @@ def loss_and_sums(
 ) -> tuple[Array, RowSums]:
     """Return the loss, and the gradients of the sum of the rows' losses."""
     problem, product = agree_on_product(options, hidden, w, targets, needs_targets=True, with_gradients=True)
-    xp, fields, one = problem.xp, loss_fields(problem), np.ones(1)
+    xp, one = problem.xp, np.ones(1)
     losses = xp.empty((2, len(product.hidden)))
-    for rows, part, softmax in product.parts_of(problem, fields):
-        losses[:, rows] = row_losses(part, softmax, fields)
+    for rows, part, softmax in product.parts_of(problem, loss_fields(problem)):
+        losses[:, rows] = row_losses(part, softmax)
         if with_gradients:
             write_gradient(part.logits, Residuals(part, softmax, one, ()), one)
             vectors = product.hidden[rows]
@@ -365,11 +365,10 @@ def prepared(residuals: LinearStatisticsResiduals, given: Mapping[str, Any]) -> 
 
 def gradients_of(residuals: LinearStatisticsResiduals, product: Product, upstream: Upstream) -> Gradients:
     """Return the gradients of the operands from what `prepared` gives; communicates nothing."""
-    fields = statistics_fields(residuals.problem.targets is not None)
     for rows, softmax in zip(product.rows(), residuals.softmax, strict=True):
         part = product.part_of(residuals.problem, rows)
         of_rows = {name: each if each.size == 1 else each[rows] for name, each in upstream.items()}
-        write_statistics_gradient(part.logits, part, softmax, fields, of_rows)
+        write_statistics_gradient(part.logits, part, softmax, of_rows)
         vectors = product.hidden[rows]
         if not residuals.problem.all_valid:  # 0 times nan is nan
             xp, vectors = part.xp, vectors.copy()

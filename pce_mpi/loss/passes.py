@@ -101,9 +101,8 @@ class Residuals(PassResiduals):
 
 def forward(problem: Problem) -> tuple[Array, Residuals]:
     """Return the loss and the residuals; collective over the communicators of `problem`."""
-    fields = loss_fields(problem)
-    softmax = row_softmax(problem, fields)
-    loss, divisor = reduced(problem, row_losses(problem, softmax, fields))
+    softmax = row_softmax(problem, loss_fields(problem))
+    loss, divisor = reduced(problem, row_losses(problem, softmax))
     return loss, Residuals(problem, softmax, divisor, loss.shape)
 
 
@@ -154,7 +153,7 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
         sums = class_weights
         if needs_weights and options.weight is not None:
             sums = _class_weights_of(merged, fields)
-        return RowSoftmax(kernel.row_softmax(merged[:rows], how, sums))
+        return RowSoftmax(kernel.row_softmax(merged[:rows], how, sums), how)
 
     return finish
 
@@ -173,7 +172,7 @@ def _class_weights_of(states: Array, fields: StateFields) -> HostArray:
 
 
 @cache
-def state_fields(*, probabilities: bool, weighted: bool, smoothed: bool) -> StateFields:
+def state_fields(probabilities: bool, weighted: bool, smoothed: bool) -> StateFields:
     """Return the fields that a row's state needs for a loss with these options."""
     if probabilities:
         return StateFields(hold_largest=True, held_weight=True, weight=True, weighted_logit=True)
@@ -182,16 +181,13 @@ def state_fields(*, probabilities: bool, weighted: bool, smoothed: bool) -> Stat
 
 def loss_fields(problem: Problem) -> StateFields:
     """Return the fields that the states of a problem's loss have."""
-    return state_fields(
-        probabilities=problem.targets is None,
-        weighted=problem.options.weight is not None,
-        smoothed=problem.options.label_smoothing > 0.0,
-    )
+    options = problem.options
+    return state_fields(problem.targets is None, options.weight is not None, options.label_smoothing > 0.0)
 
 
-def row_losses(problem: Problem, softmax: RowSoftmax, fields: StateFields) -> Array:
+def row_losses(problem: Problem, softmax: RowSoftmax) -> Array:
     """Return the losses of the rows, and their weights in a mean: (2, rows)."""
-    return problem.kernel.row_losses(softmax.columns, fields, problem.counted, problem.loss_terms)
+    return problem.kernel.row_losses(softmax.columns, softmax.how.fields, problem.counted, problem.loss_terms)
 
 
 # A sum of float64 numbers that has the same bits in any order.
@@ -221,15 +217,15 @@ def reduced(problem: Problem, losses: Array) -> tuple[Array, Array]:
 
 def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:
     """Fill `array` with the gradient of the logits; `upstream`, that of `upstream_of`, is the gradient of the loss."""
-    problem, fields = residuals.problem, loss_fields(residuals.problem)
-    given = fields, problem.counted, problem.target_column, upstream, residuals.divisor, problem.transform.scale
-    rows = problem.kernel.row_gradients(residuals.softmax.columns, *given, problem.loss_terms)
-    _write_rows(array, problem, rows, fields, problem.class_weights)
+    problem, softmax = residuals.problem, residuals.softmax
+    given = problem.counted, problem.target_column, upstream, residuals.divisor, problem.transform.scale
+    rows = problem.kernel.row_gradients(softmax.columns, softmax.how.fields, *given, problem.loss_terms)
+    _write_rows(array, problem, rows, softmax.how, problem.class_weights)
 
 
-def write_probabilities(array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields) -> None:
+def write_probabilities(array: Array, problem: Problem, softmax: RowSoftmax) -> None:
     """Fill `array` with the softmax."""
-    _write_rows(array, problem, probability_rows(problem, softmax), fields, ClassWeights())
+    _write_rows(array, problem, probability_rows(problem, softmax), softmax.how, ClassWeights())
 
 
 def probability_rows(problem: Problem, softmax: RowSoftmax) -> Array:
@@ -243,9 +239,7 @@ def probability_rows(problem: Problem, softmax: RowSoftmax) -> Array:
     return rows
 
 
-def write_statistics_gradient(
-    array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields, upstream: Upstream
-) -> Array:
+def write_statistics_gradient(array: Array, problem: Problem, softmax: RowSoftmax, upstream: Upstream) -> Array:
     """Fill `array` with the gradient of the logits from those of three statistics, each that of `upstream_of`.
 
     Returns the rows of `ROW_GRADIENT`.
@@ -253,13 +247,13 @@ def write_statistics_gradient(
     classes = range(problem.class_start, problem.class_start + problem.classes)
     given = problem.counted, problem.target_column, classes, problem.transform.scale
     rows = problem.kernel.statistics_gradients(softmax.columns, *given, upstream)
-    _write_rows(array, problem, rows, fields, ClassWeights())
+    _write_rows(array, problem, rows, softmax.how, ClassWeights())
     return rows
 
 
-def _write_rows(array: Array, problem: Problem, rows: Array, fields: StateFields, weights: ClassWeights) -> None:
+def _write_rows(array: Array, problem: Problem, rows: Array, how: Pass, weights: ClassWeights) -> None:
     """Fill `array` from rows of `ROW_GRADIENT`."""
-    how, axis = Pass(fields, problem.transform, problem.precision), problem.options.axis
+    axis = problem.options.axis
     x = rows_and_classes(problem.logits, axis)
     in_rows(array, axis, lambda out: problem.kernel.write_gradient(out, x, rows, how, weights))
 

@@ -23,7 +23,7 @@ from pce_mpi.arrays import Array, HostArray, array_namespace, as_array, cupy_of,
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.classes import bits_of, nought_of
-from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields, Upstream
+from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, RowSoftmax, StateFields, Upstream
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.classes import (
     all_logits,
@@ -190,9 +190,8 @@ def class_statistics_backward(
     gradient = residuals.gradient_for(out, problem.logits)
     # That of a support is written to its own array first, as `out` may be the logits.
     written = gradient if members is None else problem.xp.empty(inner.logits.shape, gradient.dtype)
-    fields = statistics_fields(inner.targets is not None)
     write = write_statistics_gradient if residuals.several is None else residuals.several.write_gradient
-    write(written, inner, residuals.softmax, fields, upstream)
+    write(written, inner, residuals.softmax, upstream)
     if members is not None:
         bits_of(gradient)[...] = 0
         problem.kernel.put(gradient, problem.options.axis, members.columns, written)
@@ -335,9 +334,7 @@ class SeveralTargets:
         given = chosen, xp.asarray(self.valid), problem.transform, problem.options.compute_dtype
         return problem.kernel.target_log_probs(softmax.columns, *given)
 
-    def write_gradient(
-        self, array: Array, problem: Problem, softmax: RowSoftmax, fields: StateFields, upstream: Upstream
-    ) -> None:
+    def write_gradient(self, array: Array, problem: Problem, softmax: RowSoftmax, upstream: Upstream) -> None:
         """Fill `array` as `write_statistics_gradient` does; the upstream `log_prob` is (rows, targets of a row).
 
         With g_k the gradients of the log-probabilities, theirs is sum_k g_k ([c = t_k] - p_c). That of the largest
@@ -352,7 +349,7 @@ class SeveralTargets:
         logsumexp = xp.asarray(converted(upstream["logsumexp"], np.float64)) - on_others
         as_one = replace(problem, target_column=softmax.argmax.view(np.int64) - problem.class_start)
         given = {"log_prob": on_largest, "entropy": upstream["entropy"], "logsumexp": logsumexp}
-        rows = write_statistics_gradient(array, as_one, softmax, fields, given)
+        rows = write_statistics_gradient(array, as_one, softmax, given)
         # A row of the gradient for each target, with one logit.
         shape = *self.columns.shape, rows.shape[1]
         each = xp.broadcast_to(rows[:, None], shape).reshape(count, shape[2]).copy()
@@ -363,8 +360,7 @@ class SeveralTargets:
         whole[:, ROW_GRADIENT["valid"]] |= own != 0.0
         each[:, ROW_GRADIENT["target_gradient"]] = problem.transform.scale * own
         found = xp.empty(logits.shape, array.dtype)
-        how = Pass(fields, problem.transform, problem.precision)
-        kernel.write_gradient(found, logits, each, how, ClassWeights())
+        kernel.write_gradient(found, logits, each, softmax.how, ClassWeights())
         kernel.put(array, axis, self.columns, found.reshape(self.columns.shape))
 
 

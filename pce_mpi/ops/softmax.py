@@ -55,7 +55,7 @@ class Softmax:
         """The softmax; that of halves is float32."""
         x, xp = self._x, self._problem.xp
         values = xp.empty(self._problem.logits.shape, compute_dtype_of(x.dtype))
-        write_probabilities(values, self._problem, self._rows, _STATE)
+        write_probabilities(values, self._problem, self._rows)
         return values.reshape([x.shape[axis] for axis in self._order]).transpose(np.argsort(self._order).tolist())
 
     def log_probabilities(self) -> Array:
