@@ -50,7 +50,8 @@ COMMANDS = sorted(
         if line.startswith("$ ")
     }
 )
-TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+RULES = re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+TARGETS = [target for rule in RULES for target in rule.split()]
 EXTRAS = re.findall(
     r"^([a-z0-9]+) =", (ROOT / "setup.cfg").read_text(encoding="utf-8").split("extras_require]")[1], re.MULTILINE
 )
