@@ -18,11 +18,13 @@ PINS = {pin for row in TABLE.values() for key in ("packages", "alone") for pin i
 @pytest.mark.parametrize("name", TABLE.sections())
 def test_candidates_of_a_peer_are_there(name):
     file = ROOT / "tests" / "candidates" / "gallery" / f"{name.partition(':')[0]}.py"
-    defined = {getattr(node, "name", "") for node in ast.parse(file.read_text(encoding="utf-8")).body}
-    assigned = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Name)]
-    defined |= {node.id for node in assigned if isinstance(node.ctx, ast.Store)}
-    candidates = set(TABLE[name]["candidates"].split())
-    assert candidates and candidates <= defined
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    defined = {getattr(node, "name", "") for node in tree.body}
+    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    members = {str(node.value).replace("-", "_") for node in nodes if isinstance(node, ast.Constant)} | {""}
+    candidates = {candidate.partition(".")[::2] for candidate in TABLE[name]["candidates"].split()}
+    assert candidates and all(function in defined and member in members for function, member in candidates)
 
 
 def test_versions_on_pages_are_those_of_the_table():
