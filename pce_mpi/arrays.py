@@ -79,11 +79,13 @@ def _from_dlpack(value: Any) -> Any:
     of_torch = torch is not None and isinstance(value, torch.Tensor)
     if of_torch:
         if value.requires_grad:
-            raise TypeError(
-                "it requires a gradient, which torch could not follow: call this within a torch.autograd.Function, as "
-                "examples/torch_loss.py does, or take .detach() here and the gradient from "
-                "softmax_cross_entropy_value_and_grad or its kin"
-            )
+            if torch.is_grad_enabled():
+                raise TypeError(
+                    "it requires a gradient, which torch could not follow: call this within a torch.autograd.Function, "
+                    "as examples/torch_loss.py does, or take .detach() here and the gradient from "
+                    "softmax_cross_entropy_value_and_grad or its kin"
+                )
+            value = value.detach()
         value = _plain(value, torch)
     array: Any
     if int(value.__dlpack_device__()[0]) != 1:

@@ -15,18 +15,18 @@ def public_names(package: str) -> tuple[Callable[[str], object], Callable[[], li
     """
 
     def get(name: str) -> object:
-        if name == "__all__" or not name.startswith("_"):
+        if name == "__all__" or (name.isidentifier() and not name.startswith("_")):
             if find_spec(f"{package}.{name}"):
                 return import_module(f"{package}.{name}")
             public = import_module(f"{package}.public")
-            if name in ("__all__", *public.__all__):
-                vars(sys.modules[package]).update(
-                    {each: getattr(public, each) for each in ("__all__", *public.__all__)}
-                )
-                return getattr(public, name)
+            if name in (known := ("__all__", *public.__all__)):
+                there = vars(sys.modules[package])  # and what a program has set itself stays
+                there |= {each: getattr(public, each) for each in known if each not in there}
+                return there[name]
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *import_module(f"{package}.public").__all__})
+        dunders = (each for each in vars(sys.modules[package]) if each.startswith("__"))
+        return sorted({*dunders, *import_module(f"{package}.public").__all__})
 
     return get, names

@@ -163,7 +163,9 @@ class TensorFile:
         """Return the dtype of array `name`, as it is read."""
         code, shape = self._entries[name].code, self._entries[name].shape
         if code not in _NAMES:
-            raise ValueError(f"{shown(name)} is {shortened(code)}, and only {', '.join(_NAMES)} can be read")
+            raise ValueError(
+                f"{shown(name)} is {shortened(code)}, and only {', '.join(_NAMES)} can be read: name the arrays to load"
+            )
         if math.prod(filter(None, shape)) * _SIZES[code] > sys.maxsize:  # without elements, as it fits the file
             raise ValueError(f"{shown(name)} has the shape {shown(shape)}, which no array of NumPy can have")
         try:

@@ -88,7 +88,8 @@ def test_tensor_that_requires_grad_is_refused_everywhere(comm, problem):
     with pytest.raises(TypeError, match=r"logits .* array: it requires a gradient, .* take \.detach\(\) here and"):
         pce.softmax_cross_entropy(shard, targets, comm=comm)
     loss = pce.softmax_cross_entropy(shard.detach(), targets, comm=comm)
-    assert torch.isfinite(loss)
+    with torch.no_grad():
+        assert torch.equal(pce.softmax_cross_entropy(shard, targets, comm=comm), loss)
 
 
 # ---------------------------------------------------------------------------------- tensors that are not what they hold
@@ -189,7 +190,7 @@ def test_tensor_of_another_kind_is_right_everywhere(alone, kind):
 def test_tensor_without_memory_of_its_own_is_refused(alone, kind):
     make, said = REFUSED[kind]
     for role, (plain, call) in by_role().items():
-        if (kind in ("nested", "compressed") and plain.ndim < 2) or (kind == "over a mesh" and role == "logits"):
+        if (kind in ("nested", "compressed") and plain.ndim < 2) or (kind == "over a mesh" and role in ("logits", "w")):
             continue
         with pytest.raises(TypeError, match=said):
             call(make(plain))

@@ -427,6 +427,8 @@ def _subset(name: str, values: Any, known: Iterable[Any]) -> tuple[Any, ...]:
         raise TypeError(f"{name} of an offer must be a tuple, got {values!r}")
     values = tuple(values)
     types = {type(each) for each in known}
+    if values and not types:
+        raise ValueError(f"{name} of an offer have no meaning for this kind, got {values!r}: leave them out")
     for each in values:
         if type(each) not in types or each not in known:
             raise ValueError(f"{name} of an offer must be among {', '.join(map(str, known))}, got {each!r}")

@@ -374,7 +374,7 @@ def results_of(
     if form is not None and form is not offer.gradient:
         raise BadResult(f"{due} is due, got {described(returned)}; {meant(gradient=form.value)}")
     pair = isinstance(returned, tuple | list) and len(returned) == 2
-    if pair and form is None and None is not _shape(returned[0]) == _shape(returned[1]):
+    if offer.kind == "loss" and pair and form is None and None is not _shape(returned[0]) == _shape(returned[1]):
         raise BadResult(f"{due} is due, got {described(returned)} of one shape; {_TWO}")
     gradients, backward = dict[str, Any](), None
     if offer.gradient is Gradient.NONE:
