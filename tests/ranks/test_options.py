@@ -89,7 +89,7 @@ def test_temperature_raises_and_names_the_scale(comm, function):
 
 
 def test_every_option_has_a_default():
-    added = {"operation", "over", "batch_over", "found", "support_rows"}
+    added = {"operation", "over", "batch_over", "found", "support_rows", "sums_rows"}
     known = (LossOptions, LinearOptions, StatisticsOptions, ShardedDivergenceOptions)
     names = {name for each in known for name in each.__optional_keys__}
     assert {field.name for field in fields(Options)} - added == names
