@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from pce_mpi.public import *  # noqa: F403
+    from pce_mpi.public import *  # noqa: F403  # a star hands on all names, without a second list
 else:
     from pce_mpi.lazy import public_names
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pce_mpi.testing.public import *  # noqa: F403
+    from pce_mpi.testing.public import *  # noqa: F403  # a star hands on all names, without a second list
 else:
     from pce_mpi.lazy import public_names
 

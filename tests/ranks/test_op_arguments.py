@@ -113,7 +113,7 @@ def test_gradient_of_repeated_index_is_rounded_once(dtype):
         (lambda x: pce.embedding(np.array([0]), x[0]), ValueError, "table has two axes, got shape"),
         (lambda x: pce.top_k(x, 4), ValueError, r"k = 4, but axis 1 of \(2, 3\) has 3 elements"),
         (lambda x: pce.top_k(x, 1.0), TypeError, "k must be an integer, got 1.0"),  # type: ignore[arg-type]
-        (lambda x: pce.top_k(x, np.True_), TypeError, "k must be an integer, got np.True_"),  # type: ignore[arg-type]
+        (lambda x: pce.top_k(x, np.True_), TypeError, "k must be an integer, got np.True_"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda x: pce.top_k(x, 1, axis=2), ValueError, "axis 2 is out of bounds"),
         (lambda x: pce.top_k(x, 1, comm=None), TypeError, r"top_k\(\) got an unexpected keyword argument 'comm'"),
         (lambda x: pce.argmax(x[:, :0]), ValueError, r"argmax of no elements: shape \(2, 0\), axis 1"),
