@@ -319,6 +319,8 @@ def shares_memory(a: Any, b: Any) -> bool:
     if array_namespace(a) is not array_namespace(b) or a.size == 0 or b.size == 0:
         return False
     if array_namespace(a) is not np:  # cupy.shares_memory lists the addresses of all elements, on the GPU
+        if a.flags.c_contiguous and b.flags.c_contiguous:
+            return _address(a) - b.nbytes < _address(b) < _address(a) + a.nbytes
         a, b = (np.asarray(_Addresses(array)) for array in (a, b))
     try:
         return bool(np.shares_memory(a, b, max_work=_OVERLAP_WORK))

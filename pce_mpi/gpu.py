@@ -63,6 +63,21 @@ def from_pinned(host: np.ndarray[Any, Any], like: Any) -> Any:
     return array.astype(like.dtype, copy=False)
 
 
+class Download:
+    """A copy of a CuPy array to the host, under way behind the work that fills the array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self._host = array, pinned(array.shape, array.dtype)
+        array.get(out=self._host, blocking=False)
+        self._end = array_namespace(array).cuda.Event(disable_timing=True)
+        self._end.record()
+
+    def wait(self) -> np.ndarray[Any, Any]:
+        """Return the copy, once it is there; work that came later goes on."""
+        self._end.synchronize()
+        return self._host
+
+
 def finish_work(array: Any) -> None:
     """Wait for the work on the current stream, if `array` is on a GPU."""
     cupy = cupy_of(array)

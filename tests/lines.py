@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_385,
-    "package, C++ and CUDA": 5_208,
-    "package, lines of docstrings": 8_567,
+    "package, Python": 24_466,
+    "package, C++ and CUDA": 5_225,
+    "package, lines of docstrings": 8_596,
     "package, files of Python": 191,
-    "tests, Python": 37_165,
+    "tests, Python": 37_233,
 }
 
 SUFFIXES = {

@@ -54,7 +54,10 @@ class ndarray:
             raise AssertionError("the address of an array is handed out before the stream has been waited for")
         return {**self._array.__array_interface__, "data": (self.data.ptr, False), "version": 3}
 
-    def get(self, out=None):
+    def get(self, out=None, blocking=True):
+        if not blocking:
+            STREAM.brings(self._array.copy(), out)
+            return out
         STREAM.synchronize()
         if out is None:
             return self._array.copy()
@@ -152,10 +155,19 @@ class Stream:
         self.busy = False
         self.mistakes = []
         self._read = set()
+        self._arriving = []
 
     def synchronize(self):
         self.busy = False
         self._read.clear()
+        for content, out in self._arriving:
+            out[...] = content
+        self._arriving.clear()
+
+    def brings(self, content, out):
+        """Copy to the host, where it is once somebody has waited."""
+        self.busy = True
+        self._arriving.append((content, out))
 
     def reads(self, host):
         """Pinned memory is being copied from, until somebody waits; other memory has been by now, as CUDA does it."""
@@ -233,7 +245,7 @@ class Device:
 class Event:
     """A moment of the stream's, which nobody knows before it has come."""
 
-    def __init__(self):
+    def __init__(self, disable_timing=False):
         self.seconds = None
         self._come = False
 

@@ -104,7 +104,8 @@ class FullGradient {
 };
 
 // dx_c = factor exp(z_c), and what follows from it with FIELDS. The column held apart gets `held_gradient`, and rows that
-// are not valid get 0. `out` may be the logits; otherwise its rows have the same alignment as theirs.
+// are not valid get 0; where `valid` is negative nothing is written. `out` may be the logits; otherwise its rows have the
+// same alignment as theirs.
 template <typename T, Way way, int FIELDS>
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     write_gradient(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size, T* out,
@@ -130,7 +131,8 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
   const int target = STATISTICS ? tile.local_index(gradient.target) : -1;
   const float held_dx = narrow(gradient.held_gradient);
 
-  if (gradient.valid == 0) {
+  if (gradient.valid <= 0) {
+    if (gradient.valid < 0) return;
     for (int i = tile.thread_rank; i < span.vectors; i += group_size)
       store_streaming(to + span.vector_start(i), Vector{0, 0, 0, 0});
     for (int i = tile.thread_rank; i < span.scalars; i += group_size) to[span.scalar_index(i)] = narrowed<T>(0.0f);

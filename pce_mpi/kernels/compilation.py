@@ -6,7 +6,7 @@ the kernels need reach `constants.cuh` by the options. This file needs neither C
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 import hashlib
 from pathlib import Path
 from typing import NamedTuple
@@ -70,6 +70,7 @@ class LaunchConfig(NamedTuple):
         return cls(group_size, block_threads, chunk, -(-classes // chunk), -(-rows // (block_threads // group_size)))
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def for_forward(cls, rows: int, classes: int, size: int, *, multiprocessors: int) -> LaunchConfig:
         """Use one split, unless there are too few rows to fill a GPU with that number of multiprocessors."""
         splits = min(-(-_TARGET_BLOCKS * multiprocessors // rows), classes * size // _MIN_SPLIT_BYTES)
@@ -78,6 +79,7 @@ class LaunchConfig(NamedTuple):
         return cls.with_splits(rows, classes, size, max(1, splits), _FEW_THREADS if fills else BLOCK_THREADS)
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def for_backward(cls, rows: int, classes: int, size: int) -> LaunchConfig:
         """Use splits of two rounds of loads for each thread; there may be many splits, as they need no merge."""
         chunk = BLOCK_THREADS * (VECTOR_BYTES // size) * LOADS * 2
@@ -168,6 +170,7 @@ def instantiations() -> list[Kernel]:
         *(Kernel("divergence.cu", f"pce::{name}") for name in DIVERGENCE),
         *(Kernel("conversion.cu", f"pce::{name}") for name in ("convert", "split_halves")),
         Kernel("chosen.cu", "pce::keep_at_least"),
+        Kernel("targets.cu", "pce::fill_target_columns"),
         *(Kernel("chosen.cu", f"pce::{name}_elements<{word}>") for name in ("take", "put") for word in WORDS.values()),
         *(Kernel("general_backward.cu", f"pce::write_general_gradient<{t}, {a}>") for t, a in general),
     ]

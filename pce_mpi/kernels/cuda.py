@@ -14,7 +14,7 @@ Each kernel is compiled when it is first launched, and CuPy caches the result on
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import cupy
@@ -90,10 +90,11 @@ def _way_of(scale: float) -> str:
     return "PLAIN" if scale == 1.0 else "SCALED" if exact else "SCALED_IN_DOUBLE"
 
 
-def _loop_of(function: str, dtype: DType, fields: int, weights: ClassWeights, how: Pass) -> Kernel | None:
+@lru_cache(maxsize=1024)
+def _loop_of(function: str, dtype: DType, fields: int, weighted: bool, how: Pass) -> Kernel | None:
     """Return the kernel with a loop over vectors for these fields, None if the general one has to do it."""
     (least, most), scale = _NEAR_SCALES, how.transform.scale
-    ones = not fields & compilation.WEIGHTED_LOGIT or (weights.weight is None and weights.probabilities is None)
+    ones = not fields & compilation.WEIGHTED_LOGIT or not weighted
     if how.precision is not SINGLE or how.transform.softcap is not None or not ones or not least <= scale <= most:
         return None
     kernel = loop(function, dtype.name, _way_of(scale), fields)
@@ -115,6 +116,24 @@ def _probabilities_of(weights: ClassWeights, used: bool) -> list[Any]:
 
 def _transform_arguments(transform: Transform) -> tuple[np.float64, np.float64]:
     return np.float64(transform.scale), np.float64(transform.softcap or 0.0)
+
+
+def valid_rows(targets: Array, _: int) -> tuple[None, bool, int]:
+    """Return that nothing is known: `columns_of` finds which rows count, and the host does not wait for that."""
+    return None, False, 0
+
+
+def columns_of(targets: Array, ignored: int, class_start: int, num_classes: int) -> tuple[Array, Array, Array]:
+    """Return the local columns of class numbers (rows,), -1 in rows that do not count, and which rows count.
+
+    Also return whether one of those that count is no class: 1 or 0 in an int32, (1,).
+    """
+    rows, numbers = len(targets), cupy.ascontiguousarray(targets.astype(np.int64, copy=False))
+    found = cupy.empty(rows, np.int64), cupy.empty(rows, np.bool_), cupy.zeros(1, np.int32)
+    if rows:
+        given = np.int64(rows), np.bool_(targets.dtype.kind == "u"), *map(np.int64, (ignored, class_start, num_classes))
+        _launch_for_rows(Kernel("targets.cu", "pce::fill_target_columns"), rows, numbers, *given, *found)
+    return found
 
 
 def fill_states(
@@ -140,7 +159,7 @@ def fill_states(
     given = targets, _weight_of(weights, sums or fields.held_weight), scale, np.int32(fields.flags), split_states
     arguments = [*_grid_arguments(source, rows, classes, config), *given]
     looped = fields.flags & (compilation.HOLD_LARGEST | compilation.WEIGHTED_LOGIT | compilation.ENTROPY)
-    kernel = _loop_of("fill_states", logits.dtype, looped, weights, how)
+    kernel = _loop_of("fill_states", logits.dtype, looped, weights.differ, how)
     if kernel is not None:
         arguments.append(np.int64(class_start))
     else:
@@ -167,7 +186,7 @@ def _grid_arguments(source: Rows, rows: int, classes: int, config: LaunchConfig)
 class GpuStates(MergedStates):
     """Merged states on a GPU."""
 
-    def __init__(self, states: Array, how: Pass, class_weights: HostArray | None):
+    def __init__(self, states: Array, how: Pass, class_weights: Array | None):
         super().__init__(states)
         self.precision = how.precision
         sums = None if class_weights is None else cupy.asarray(class_weights)
@@ -189,10 +208,10 @@ class GpuStates(MergedStates):
         return columns
 
 
-def row_softmax(states: Array, how: Pass, class_weights: HostArray | None) -> GpuStates:
+def row_softmax(states: Array, how: Pass, class_weights: Array | None) -> GpuStates:
     """Return the softmax of each row.
 
-    `class_weights`, on the host, is the sum of the weights of all classes, for states without such a sum.
+    `class_weights`, here or on the host, is the sum of the weights of all classes, for states without such a sum.
     """
     return GpuStates(states, how, class_weights)
 
@@ -228,8 +247,11 @@ def row_gradients(
     divisor: Any,
     _: float,
     terms: LossTerms,
+    wrong: Array | None = None,
 ) -> Array:
     """Return the rows of a gradient; `losses.row_gradients` has the arguments.
+
+    If `wrong`, that of `columns_of`, is 1, nothing is to be written: `valid` is -1 in all rows.
 
     `valid` is None if all rows count. `upstream` and `divisor` are of floating-point numbers, and in NumPy if they are
     one that the host knows; such a divisor is 1. The kernel takes the scale from the transform of the softmax.
@@ -237,7 +259,7 @@ def row_gradients(
     gradients = cupy.empty((len(softmax), len(ROW_GRADIENT)), np.float64)
     given = *_upstream_arguments(upstream), None if isinstance(divisor, np.ndarray) else divisor
     numbers = *softmax.margin, valid, *_numbers_of(terms)
-    softmax.launch("losses.cu", "fill_row_gradients", *numbers, target_column, *given, gradients)
+    softmax.launch("losses.cu", "fill_row_gradients", *numbers, target_column, *given, wrong, gradients)
     return gradients
 
 
@@ -429,7 +451,7 @@ def write_gradient(out: Array, logits: Array, rows: Array, how: Pass, weights: C
     given = output.rows.array, np.int64(output.rows.pitch), cupy.ascontiguousarray(rows), scale
     arguments = [*_grid_arguments(source, count, classes, config), *given]
     looped = fields.flags & (compilation.WEIGHTED_LOGIT | compilation.ENTROPY)
-    kernel = _loop_of("write_gradient", logits.dtype, looped, weights, how)
+    kernel = _loop_of("write_gradient", logits.dtype, looped, weights.differ, how)
     if kernel is None or not output.aligned_with(source, logits.dtype):
         types = f"{compilation.CPP_TYPES[logits.dtype.name]}, {_name_of(how.precision)}"
         kernel = Kernel("general_backward.cu", f"pce::write_general_gradient<{types}>")
@@ -437,6 +459,11 @@ def write_gradient(out: Array, logits: Array, rows: Array, how: Pass, weights: C
         arguments += [_weight_of(weights, used), *_probabilities_of(weights, used)]
     _launch(kernel, (config.blocks, config.splits), *arguments, block_threads=config.block_threads)
     output.copy_back()
+
+
+def is_written_in_place(out: Array) -> bool:
+    """Return whether `write_gradient` writes to `out` itself, rather than to memory that is copied there."""
+    return Output.of(out).scratch is None
 
 
 def logsumexp_differences(held: Array, held_nll: Array, transform: Transform) -> Array:

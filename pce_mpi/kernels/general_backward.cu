@@ -5,7 +5,8 @@
 namespace pce {
 
 // dx_c = factor exp(z_c) - weight_factor u_c, or that of statistics, times the slope of the softcap; classes held get
-// `held_gradient` in place of the difference. Rows that are not valid get 0. `out` may be the logits.
+// `held_gradient` in place of the difference. Rows that are not valid get 0; where `valid` is negative nothing is written.
+// `out` may be the logits.
 template <typename T, typename Precision>
 __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREADS)
     write_general_gradient(const T* logits, int64_t pitch, int64_t rows, int64_t classes, int chunk, int group_size,
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, RESIDENT_THREADS / BLOCK_THREAD
                              tile.row * probability_pitch + tile.first_class, keep, spread};
   const Call call = {fields, {scale, softcap}};
   const RowGradient& gradient = gradients[tile.row];
+  if (gradient.valid < 0) return;
   const RowFactor factor = RowFactor::of(gradient, call.transform);
   const int held = tile.local_index(gradient.column);
   const int target = (fields & ENTROPY) != 0 ? tile.local_index(gradient.target) : -1;

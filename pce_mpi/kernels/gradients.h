@@ -7,7 +7,7 @@ namespace pce {
 
 // The columns of `ROW_GRADIENT` in interface.py.
 struct RowGradient {
-    int64_t exponent, column, valid;  // of the normalizer; of the class held, or -1; 0 for a row that does not count
+    int64_t exponent, column, valid;  // of the normalizer; of the class held, or -1; 0: the row does not count
     double top, most;                 // the logit that only counts if it is huge; the largest logit
     double factor, weight_factor;
     double held_gradient;

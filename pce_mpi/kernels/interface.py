@@ -84,6 +84,11 @@ class ClassWeights(NamedTuple):
     smoothing: float = 0.0
     classes: int = 1
 
+    @property
+    def differ(self) -> bool:
+        """True unless all weights are 1."""
+        return self.weight is not None or self.probabilities is not None
+
 
 class Mean(NamedTuple):
     """The mean p P + q Q of two distributions, and the logarithms of both weights."""
@@ -262,7 +267,7 @@ ROW_GRADIENT = {
         (
             "exponent",  # that of the normalizer
             "column",  # that of the class held apart; -1 if another shard has it
-            "valid",  # 0 for rows that count for nothing; their gradient is 0
+            "valid",  # 0 for rows that count for nothing, whose gradient is 0; a GPU has -1 where it must not write any
             "top",
             "most",
             "factor",  # factor exp(z_c) 2^-exponent - weight_factor u_c is the gradient of another class

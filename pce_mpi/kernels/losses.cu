@@ -19,14 +19,14 @@ __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_TH
   losses[rows + row] = loss.weight;
 }
 
-// `columns` may be null, and so may `divisor`, which is then 1.
+// `columns` may be null, and so may `divisor`, which is then 1. If `wrong` is not null and 1, no row is to be written.
 template <class Precision>
 __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_THREADS)
     fill_row_gradients(const uint64_t* states, int64_t rows, double scale, double softcap, int fields,
                        const uint64_t* class_weights, double m1, double m2, double m3, const bool* valid,
                        double smoothing, double share, double z_loss, const int64_t* columns, const void* upstream,
                        int upstream_dtype, int for_each_row, double upstream_number, const double* divisor,
-                       RowGradient* gradients) {
+                       const int* wrong, RowGradient* gradients) {
   const int64_t row = row_of_thread();
   if (row >= rows) return;
   const Call call = {fields, {scale, softcap, m1, m2, m3}};
@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(BLOCK_THREADS, ROW_RESIDENT_THREADS / BLOCK_TH
   const double slope = scale * (counts ? given / (divisor == nullptr ? 1.0 : *divisor) : 0.0);
   gradients[row] = gradient_row(softmax, fields, counts, columns == nullptr ? -1 : columns[row], slope,
                                 {smoothing, share, z_loss});
+  if (wrong != nullptr && *wrong != 0) gradients[row].valid = -1;
 }
 
 }  // namespace pce

@@ -24,13 +24,16 @@ from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import host_kernel, sets_arithmetic
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.problem import Problem, check, target_text
+from pce_mpi.loss.problem import Problem, check, class_numbers_of, target_text
 from pce_mpi.validation import check_floating_point
 
 
 def prepare(options: Options, logits: Any, targets: Any = None, **more: Any) -> Problem:
-    """Check the arguments on this rank, and agree on the call with the others; the arguments are those of `check`."""
-    return agree_on(options, partial(check, options, logits, targets, **more))
+    """Check the arguments on this rank, and agree on the call with the others; the arguments are those of `check`.
+
+    The caller calls `confirm`.
+    """
+    return agree_on(options, partial(check, options, logits, targets, later=True, **more))
 
 
 def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Problem:
@@ -65,6 +68,32 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
     agree_on_call(options.batch_comm, call, error=checks.error, over=options.batch_over, ranks_named=named)
     assert problem is not None  # its error would have been raised by now
     return problem
+
+
+def confirm(problem: Problem) -> None:
+    """Raise, as `agree_on` does, if a GPU has found a target that is no class; waits for that check and no later work.
+
+    It is called after the last launch, or before a launch that cannot leave what it writes as it was.
+    """
+    found, problem.wrong = problem.wrong, None
+    if found is None or not found.wait()[0]:
+        return
+    assert problem.targets is not None
+    options, named = problem.options, problem.options.comm is not None
+    with local_checks() as checks:
+        given = problem.targets.reshape(problem.targets_shape)
+        problem.targets = class_numbers_of(given, problem.targets_name)
+        problem.valid = problem.targets != options.ignore_index
+        raise _out_of_range(problem, problem.num_classes, hint=not named and options.over == "comm") or _changed()
+    error = checks.error
+    if named:
+        with local_checks() as checks:
+            raise_together(options.comm, options.operation, error, over=options.over)
+        error = checks.error
+    if options.batch_comm is not None:
+        raise_together(options.batch_comm, options.operation, error, options.batch_over, ranks_named=named)
+    assert error is not None
+    raise error
 
 
 def _call(options: Options, problem: Problem | None, more: Mapping[str, Hashable]) -> Signature:
@@ -111,7 +140,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
     if max(highest) >= num_classes:
         out_of_range = _out_of_range(problem, num_classes, hint=comm is None and over == "comm")
         if comm is None:
-            raise out_of_range or RuntimeError("targets changed while they were checked")
+            raise out_of_range or _changed()
         raise_together(comm, operation, out_of_range, over=over)
     for name, values in ((problem.targets_name, checksums), ("hidden", sums)):
         if values.count(values[0]) < len(values):
@@ -219,6 +248,10 @@ def _check_ranges(starts: Sequence[int], counts: Sequence[int], over: str) -> No
             problem = "overlap" if starts[rank] < expected else "leave a gap"
             raise ValueError(f"class ranges {problem} at class {min(starts[rank], expected)}: {ranges}")
         expected += counts[rank]
+
+
+def _changed() -> RuntimeError:
+    return RuntimeError("targets changed while they were checked")
 
 
 def _out_of_range(problem: Problem, num_classes: int, hint: bool) -> IndexError | None:

@@ -12,16 +12,17 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from pce_mpi.arrays import Array, HostArray, as_array, is_true, name_of, to_host
+from pce_mpi.arrays import Array, HostArray, as_array, cupy_of, is_true, name_of, to_host
 from pce_mpi.comm.collectives import all_reduce
 from pce_mpi.comm.tracing import cause
+from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.kernels import converted, host_kernel
 from pce_mpi.kernels.divergence import mean_of
 from pce_mpi.kernels.interface import SINGLE, GradientOf, Pair, StateFields
 from pce_mpi.loss.agreement import agree_on
 from pce_mpi.loss.options import Direction, Options, ShardedDivergenceOptions, check_scale_is_near, takes
 from pce_mpi.loss.passes import PassResiduals, in_rows, probability_rows, reduced, row_softmax
-from pce_mpi.loss.problem import Problem, check, rows_and_classes, upstream_of
+from pce_mpi.loss.problem import Problem, check, is_alone, rows_and_classes, upstream_of
 from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 
 
@@ -250,8 +251,11 @@ def _check(options: Options, student: Any, teacher: Any, **more: Any) -> Problem
             raise ValueError(
                 f"rows must have the logits' shape without the class axis, {problem.rows_shape}, got {rows.shape}"
             )
-        problem.valid = to_host(rows).reshape(-1).astype(np.bool_)
-        problem.all_valid = is_true(problem.valid.all())
+        # On the host they are compared with those of other ranks.
+        on_gpu = None not in (cupy_of(rows), cupy_of(problem.logits)) and is_alone(options)
+        check_on_current_gpu({"rows": rows} if on_gpu else {})
+        problem.valid = (rows if on_gpu else to_host(rows)).reshape(-1).astype(np.bool_)
+        problem.all_valid = not on_gpu and is_true(problem.valid.all())
     return problem
 
 

@@ -22,6 +22,7 @@ from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, kernel_of, sets_arithmetic
 from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields, Upstream
+from pce_mpi.loss.agreement import confirm
 from pce_mpi.loss.options import Reduction
 from pce_mpi.loss.problem import Problem, check_out, rows_and_classes
 from pce_mpi.validation import check_floating_point
@@ -101,6 +102,13 @@ class Residuals(PassResiduals):
 
 def forward(problem: Problem) -> tuple[Array, Residuals]:
     """Return the loss and the residuals; collective over the communicators of `problem`."""
+    found = _launched(problem)
+    confirm(problem)
+    return found
+
+
+def _launched(problem: Problem) -> tuple[Array, Residuals]:
+    """Return the results of `forward`, without its `confirm`."""
     softmax = row_softmax(problem, loss_fields(problem))
     loss, divisor = reduced(problem, row_losses(problem, softmax))
     return loss, Residuals(problem, softmax, divisor, loss.shape)
@@ -110,8 +118,13 @@ def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     """Return the loss and the gradient, in `problem.out`; collective over the communicators of `problem`."""
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
-    loss, residuals = forward(problem)
+    loss, residuals = _launched(problem)
+    if problem.wrong is not None:
+        out = rows_and_classes(gradient, problem.options.axis)
+        if not (shares_memory(out, gradient) and problem.kernel.is_written_in_place(out)):
+            confirm(problem)  # what is copied to the gradient cannot be kept from it
     write_gradient(gradient, residuals, np.ones(1))
+    confirm(problem)
     return loss, gradient
 
 
@@ -136,11 +149,12 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
     states = problem.xp.concatenate(parts) if problem.beside else parts[0]
     rows, class_weights = len(states), None
     needs_weights = fields.weighted_logit and not fields.weight
+    differ = needs_weights and options.weight is not None and options.comm is not None
     if needs_weights:
         # Each rank has the weights of its own classes; without weights, all ranks know the sum.
         weight = np.array([float(problem.num_classes)]) if options.weight is None else options.weight
         class_weights = kernel_of(weight).sums_of(weight)[0]
-        if options.weight is not None:
+        if differ:
             states = _with_class_weights(states, class_weights, fields, problem.xp)
     finish_merge = None
     if options.comm is not None:
@@ -151,17 +165,18 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
     def finish() -> RowSoftmax:
         merged = states if finish_merge is None else finish_merge()
         sums = class_weights
-        if needs_weights and options.weight is not None:
+        if differ:
             sums = _class_weights_of(merged, fields)
         return RowSoftmax(kernel.row_softmax(merged[:rows], how, sums), how)
 
     return finish
 
 
-def _with_class_weights(states: Array, class_weights: HostArray, fields: StateFields, xp: Any) -> Array:
+def _with_class_weights(states: Array, class_weights: Array, fields: StateFields, xp: Any) -> Array:
     """Append a row whose weighted logits are the weights of this rank's classes: merged, it has the sum of all."""
     row = fields.identity(1)
-    row["logit_grid"], row["weighted_logit"] = class_weights[:1].view(np.int64), class_weights[1:]
+    words = to_host(class_weights)
+    row["logit_grid"], row["weighted_logit"] = words[:1].view(np.int64), words[1:]
     return xp.concatenate([states, row if states.dtype.names else xp.asarray(row.view(np.uint64).reshape(1, -1))])
 
 
@@ -219,7 +234,8 @@ def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:
     """Fill `array` with the gradient of the logits; `upstream`, that of `upstream_of`, is the gradient of the loss."""
     problem, softmax = residuals.problem, residuals.softmax
     given = problem.counted, problem.target_column, upstream, residuals.divisor, problem.transform.scale
-    rows = problem.kernel.row_gradients(softmax.columns, softmax.how.fields, *given, problem.loss_terms)
+    more = () if problem.wrong is None else (problem.wrong.array,)
+    rows = problem.kernel.row_gradients(softmax.columns, softmax.how.fields, *given, problem.loss_terms, *more)
     _write_rows(array, problem, rows, softmax.how, problem.class_weights)
 
 

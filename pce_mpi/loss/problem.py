@@ -29,8 +29,8 @@ from pce_mpi.arrays import (
 )
 from pce_mpi.comm.agreement import Signature
 from pce_mpi.comm.library import check_comm, same_ranks
-from pce_mpi.gpu import check_on_current_gpu
-from pce_mpi.kernels import kernel_of
+from pce_mpi.gpu import Download, check_on_current_gpu
+from pce_mpi.kernels import converted, kernel_of
 from pce_mpi.kernels.interface import ClassWeights, Precision, Transform
 from pce_mpi.kernels.losses import LossTerms
 from pce_mpi.loss.options import Numbers, Options, checked_numbers
@@ -44,21 +44,24 @@ _TERMS = LossTerms._fields[2:]  # options by their names; those before are of la
 class Problem:
     """The checked arguments of one call.
 
-    `numbers` are those of `options`, which has plain numbers, an `axis` of at least 0, and `weight` in float64 on the
-    host. `targets`, (rows,) global class numbers, and `valid`, (rows,) true for rows that count, are on the host too;
-    `highest_target` is the largest target of rows that count, or more than any class if one is negative. `inputs` are
-    the caller's arrays; `out` shares memory with none of them except the logits. `rows_shape` is the logits' shape
-    without the class axis, `xp` their array library and `kernel` the loops for it. This shard has `classes` classes,
-    from `class_start` on, of `num_classes`; `shards` has the first class of each shard, and how many it has.
-    `target_column`, (rows,), is the local column of each row's target; it is no column of this shard if another shard
-    has the target, and -1 if the row does not count. `counted` is `valid`, or None on a GPU if all rows count; both are
-    in the library of the logits. `sharded` is the array of which each rank passes its own classes, and its class axis.
-    `beside` are more logits of the same classes, and `hidden` vectors that all ranks pass. `also` has more that must be
-    the same on every rank.
+    `numbers` are those of `options`, which has plain numbers, an `axis` of at least 0, and `weight` in float64, on the
+    host or where the logits are. `targets`, (rows,) global class numbers, and `valid`, (rows,) true for rows that
+    count, are on the host; `highest_target` is the largest target of rows that count, or more than any class if one is
+    negative. `inputs` are the caller's arrays; `out` shares memory with none of them except the logits. `rows_shape` is
+    the logits' shape without the class axis, `xp` their array library and `kernel` the loops for it. This shard has
+    `classes` classes, from `class_start` on, of `num_classes`; `shards` has the first class of each shard, and how many
+    it has. `target_column`, (rows,), is the local column of each row's target; it is no column of this shard if another
+    shard has the target, and -1 if the row does not count. `counted` is `valid`, or None on a GPU if all rows count;
+    both are in the library of the logits. `sharded` is the array of which each rank passes its own classes, and its
+    class axis. `beside` are more logits of the same classes, and `hidden` vectors that all ranks pass. `also` has more
+    that must be the same on every rank.
 
     With `several` targets a row, `targets`, `valid` and `target_column` have all of them in the order of the caller's
     array. It has the shape `targets_shape`, and the name `targets_name` in messages. `members` has more class numbers,
     those of a support.
+
+    Class numbers may also be left to the GPU that has them: `targets` are then the caller's, flat, and `valid` is None.
+    Once the problem is placed, `wrong` tells whether one that counts is no class; `agreement.confirm` waits for it.
     """
 
     options: Options
@@ -90,10 +93,16 @@ class Problem:
     beside: tuple[Array, ...] = ()
     hidden: Array | None = None
     also: Mapping[str, Hashable] = field(default_factory=dict)
+    wrong: Download | None = None
 
     def place(self, class_start: int, num_classes: int) -> None:
         """Give this shard its place among all classes."""
         self.class_start, self.num_classes = class_start, num_classes
+        if cupy_of(self.targets) is not None:
+            given = self.targets, self.options.ignore_index, class_start, num_classes
+            self.target_column, self.counted, wrong = self.kernel.columns_of(*given)
+            self.wrong = Download(wrong)
+            return
         if self.targets is not None:
             columns = self.targets - class_start
             self.target_column = columns if self.all_valid else np.where(self.valid, columns, -1)
@@ -171,13 +180,16 @@ def check(
     out: Any = None,
     with_gradient: bool = False,
     whole_numbers: bool = False,
+    later: bool = False,
     name: str = "logits",
     beside: Mapping[str, Array] | None = None,
 ) -> Problem:
     """Return the checked arguments of a call, or raise for the first bad one. Communicates nothing.
 
     `with_gradient` allocates the gradient unless the caller passes `out`; with `whole_numbers` the logits may also be
-    integers or bool. `name` is that of the logits in messages, and `beside` has more logits of their shape.
+    integers or bool. With `later` class weights stay on their GPU, and class numbers may be checked there, if no other
+    rank needs to know: the caller calls `agreement.confirm`. `name` is that of the logits in messages, and `beside` has
+    more logits of their shape.
     """
     if options.batch_comm is not None:
         check_comm(options.batch_comm, options.batch_over)
@@ -216,11 +228,13 @@ def check(
         raise TypeError("targets are missing")
     if targets is not None and is_floating(targets.dtype) and not needs_targets:
         raise ValueError(f"{options.operation} takes index targets, got probabilities")
-    class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index)
+    on_gpu = later and cupy_of(logits) is not None
+    checked_there = on_gpu and cupy_of(targets) is not None and is_alone(options)
+    class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index, checked_there)
     if probabilities is not None and options.margin is not None:
         raise ValueError("margin is of the target alone, which must be a class number, got probabilities")
     if weight is not None:
-        weight = _check_weight(weight, classes)
+        weight = _check_weight(weight, classes, on_gpu)
     if class_numbers is None:
         valid, all_valid, highest = np.ones(math.prod(rows_shape), np.bool_), True, 0
     else:
@@ -254,9 +268,12 @@ def check(
 
 
 def _check_targets(
-    targets: Array | None, logits: Array, rows_shape: tuple[int, ...], ignore_index: int
-) -> tuple[HostArray | None, Array | None]:
-    """Return (rows,) int64 class numbers, or probabilities shaped as the logits; neither if `targets` is None."""
+    targets: Array | None, logits: Array, rows_shape: tuple[int, ...], ignore_index: int, on_gpu: bool
+) -> tuple[Array | None, Array | None]:
+    """Return (rows,) class numbers, or probabilities shaped as the logits; neither if `targets` is None.
+
+    Class numbers are int64 on the host, or with `on_gpu` as they are.
+    """
     if targets is None:
         return None, None
     if targets.dtype.kind in "iu":
@@ -265,7 +282,7 @@ def _check_targets(
                 f"index targets must have the logits' shape without the class axis, {rows_shape}, got {targets.shape}"
                 + ("; probabilities must be floating-point" if targets.shape == logits.shape else "")
             )
-        return class_numbers_of(targets, "targets"), None
+        return targets.reshape(-1) if on_gpu else class_numbers_of(targets, "targets"), None
     if not is_floating(targets.dtype):
         raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
     if targets.shape != logits.shape:
@@ -276,6 +293,11 @@ def _check_targets(
     if ignore_index >= 0:
         raise ValueError(f"probability targets have no ignored rows, got ignore_index = {ignore_index}")
     return None, targets
+
+
+def is_alone(options: Options) -> bool:
+    """Return whether no other rank takes part in a call."""
+    return all(comm is None or comm.size == 1 for comm in (options.comm, options.batch_comm))
 
 
 def class_numbers_of(array: Array, name: str) -> HostArray:
@@ -291,11 +313,12 @@ def check_dtype_of_logits(dtype: DType, name: str) -> None:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {dtype}")
 
 
-def _check_weight(weight: Array, classes: int) -> HostArray:
+def _check_weight(weight: Array, classes: int, on_gpu: bool) -> Array:
+    """Return the weights in float64: those on a GPU on the host, or `on_gpu` where they are."""
     if weight.dtype.kind not in "iu" and not is_floating(weight.dtype):
         raise TypeError(f"weight must be real numbers, got {weight.dtype}")
     check_per_class("weight", weight, classes, " of this shard")
-    return to_host(weight).astype(np.float64)
+    return converted(weight if on_gpu else to_host(weight), np.float64)
 
 
 def check_per_class(name: str, array: Any, classes: int, whose: str = "") -> None:

@@ -24,7 +24,7 @@ from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import converted
 from pce_mpi.kernels.classes import bits_of, nought_of
 from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, RowSoftmax, StateFields, Upstream
-from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.agreement import agree_on, confirm
 from pce_mpi.loss.classes import (
     all_logits,
     by_row,
@@ -246,6 +246,7 @@ def statistics_of(options: Options, logits: Any, targets: Any = None) -> tuple[C
     statistics = named_statistics(problem, numbers, argmax)
     if several is not None:
         statistics = statistics._replace(log_prob=in_shape(several.log_probs(inner, softmax, argmax), problem))
+    confirm(problem)
     return statistics, StatisticsResiduals(problem, softmax, inner, members, several)
 
 
@@ -262,7 +263,8 @@ def _check(options: Options, logits: Any, targets: Any) -> tuple[Problem, Suppor
     logits, outside = as_array(logits, "logits"), Outside.named(options.outside)
     targets = None if targets is None else as_array(targets, "targets")
     several = targets is not None and targets.dtype.kind in "iu" and targets.ndim == logits.ndim
-    problem = check(options, logits, None if several else targets, needs_targets=False)
+    later = options.support is None
+    problem = check(options, logits, None if several else targets, needs_targets=False, later=later)
     if several:
         if not fits_several(problem, targets):
             check(options, logits, targets, needs_targets=False)  # raises, and says which shape targets have

@@ -157,6 +157,7 @@ class Driver:
 
     def launchKernel(function, x, y, z, threads, threads_y, threads_z, shared, stream, arguments, extra):
         counts["launches"] += 1
+        counts["early_waits"] = counts["waits"]
         if (z, threads_y, threads_z) != (1, 1, 1):
             raise NotImplementedError("a grid or a block of so many dims")
         _functions[function](arguments, x, y, threads)

@@ -362,6 +362,23 @@ def test_chosen_columns_have_bits_of_host(cuda):
     check_chosen(cuda)
 
 
+def check_targets(cuda):
+    for dtype, ignored in ((np.int64, -100), (np.int16, 7), (np.uint64, -100), (np.uint64, 7)):
+        of_classes = np.arange(600) % 10
+        for more in ([], [ignored], [10], [-1], [-(2**15), 9]):
+            targets = np.append(of_classes, more).astype(np.int64).astype(dtype)
+            columns, valid, wrong = (each.get() for each in cuda.columns_of(on_device(targets), ignored, 3, 10))
+            known = (targets < 10) & (targets >= 0)
+            counts = np.array([int(target) != ignored for target in targets])
+            assert valid.tolist() == counts.tolist()
+            assert columns.tolist() == np.where(counts & known, targets.astype(np.int64) - 3, -1).tolist()
+            assert wrong.tolist() == [int((counts & ~known).any())]
+
+
+def test_class_numbers_become_columns_of_this_shard(cuda):
+    check_targets(cuda)
+
+
 def check_large_elements(cuda):
     rng = np.random.default_rng(9)
     for dtype in DTYPES:

@@ -23,6 +23,7 @@ from kernels.test_kernels import (
     check_large_elements,
     check_scales_beyond_float32,
     check_statistics_beside_huge_logit,
+    check_targets,
 )
 from pce_mpi.kernels import compilation
 from pce_mpi.kernels.compilation import LaunchConfig
@@ -130,6 +131,9 @@ FAULTS = [
     (check_chosen, "chosen.cu", "x[places[i]] = values[i]", "x[places[i]] = values[0]"),
     (check_large_elements, "chosen.cu", "found < value ? -infinity() : found", "found >= value ? found : -infinity()"),
     (check_large_elements, "chosen.cu", "least[row]", "least[0]"),
+    (check_targets, "targets.cu", "target != ignored || (is_unsigned && target < 0)", "target != ignored"),
+    (check_targets, "targets.cu", "if (counts && !is_class)", "if (!is_class)"),
+    (check_targets, "targets.cu", "target < num_classes;", "target <= num_classes;"),
     (check_forward, "storage.cuh", "(misaligned)) % width", "(misaligned) - 1) % width"),
     (check_forward, "storage.cuh", "index < head ? index : index + vectors * width", "index"),
     (check_forward, "storage.cuh", "scalars = count - vectors * width", "scalars = head"),

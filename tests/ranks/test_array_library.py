@@ -4,6 +4,8 @@ A strict stand-in for CuPy shows that nothing mixes the two libraries on the way
 other; the kernels are those for GPUs, compiled for the host. The numbers are those of the host, bit for bit.
 """
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -222,7 +224,7 @@ def test_gpu_sends_class_numbers_and_states_only(comm, cupy, crossed, targets, r
     told = sum(crossed)
     pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, **options)
     sample = sum(crossed) - 2 * told
-    checked = chosen.nbytes if targets == "index" else 0
+    checked = 0 if targets != "index" else 4 if comm.size == 1 else chosen.nbytes  # alone, the GPU checks them
     record = 40 if targets == "index" else 96
     assert told == checked + (6 * record if comm.size > 1 else 0)
     # Without num_classes a few logits tell gathered ones from shards.
@@ -258,6 +260,40 @@ def test_gpu_sends_what_the_host_sends(comm, cupy):
         logits, targets, options = on_device(cupy, problem, part)
         pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
     assert on_gpu.events == on_host.events
+
+
+WRONG = {
+    "class after the last": ([0, 3, -100, NARROW], np.int64),
+    "negative": ([1, -1, 2, 3], np.int64),
+    "least": ([1, -(2**63), 2, 3], np.int64),
+    "of 16 bits": ([-2, 300, -100, 3], np.int16),
+    "negative if it had a sign": ([2, 2**64 - 100, 2, 3], np.uint64),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"weight": True}], ids=str)
+@pytest.mark.parametrize("order", "CF")
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_class_number_on_gpu_writes_nothing(comm, cupy, wrong, order, options):
+    problem, targets = draw(4, NARROW, **options), np.array(*WRONG[wrong])
+    logits, _, options = part_of(comm, problem, "uneven").on_this_rank(problem)
+    there = cupy.asarray(logits) if order == "C" else cupy.asarray(logits.T.copy()).T
+    given, outs = [(logits, targets), (there, cupy.asarray(targets))], (there, cupy.ones(logits.shape[::-1]).T)
+    ways = [{"comm": comm, "num_classes": NARROW}]
+    if comm.size == 1:
+        ways += [{}, {"comm": comm, "batch_comm": comm}]
+    for way in ways:
+        more = {**options, **way}
+        for out in outs:
+            before = cupy.asnumpy(out)  # kept, as memory that is given back may be an array that is not written to
+            both = partial(pce.softmax_cross_entropy_value_and_grad, **more)
+            on_host, on_gpu = error_of(partial(both, *given[0])), error_of(partial(both, *given[1], out=out))
+            assert on_gpu == on_host
+            assert "targets[" in on_gpu[1]
+            assert cupy.asnumpy(out).tobytes() == before.tobytes()
+        for function in [pce.softmax_cross_entropy] + [pce.class_statistics] * (not options):
+            on_host, on_gpu = (error_of(partial(function, *arrays, **more)) for arrays in given)
+            assert on_gpu == on_host
 
 
 # Arrays of two libraries
