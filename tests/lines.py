@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[1]
 
 LIMITS = {
     "package, Python": 24_466,
-    "package, C++ and CUDA": 5_225,
+    "package, C++ and CUDA": 5_414,
     "package, lines of docstrings": 8_596,
     "package, files of Python": 191,
-    "tests, Python": 37_233,
+    "tests, Python": 37_237,
 }
 
 SUFFIXES = {

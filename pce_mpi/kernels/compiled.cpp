@@ -115,7 +115,7 @@ PyObject *row_softmax(PyObject *, PyObject *arguments) {
     const Merged &merged = from.merged;
     RowSoftmax *rows = to.of<RowSoftmax>();
     auto keep = [=](long r, const RowSoftmax &row, int) { rows[r] = row; };
-    return unlocked([&] { merged.softmax<false>(0, merged.rows, keep); });
+    return unlocked([&] { merged.softmax(0, merged.rows, keep); });
 }
 
 // Fill the losses of rows, and then their weights, from merged states.
@@ -126,9 +126,9 @@ PyObject *row_losses(PyObject *, PyObject *arguments) {
     if (!PyArg_ParseTuple(arguments, "OOOO:row_losses", &given, &valid, &out, &terms) || !from.take(given) ||
         !v.take(valid) || !to.take(out, PyBUF_STRIDES | PyBUF_WRITABLE) || !t.take(terms))
         return nullptr;
-    const LossTerms of_row = *t.of<LossTerms>();
     double *losses = to.of<double>();
-    return unlocked([&] { fill_losses(from.merged, v.of<bool>(), of_row, losses, losses + from.merged.rows); });
+    Losses pass = {from.merged, v.of<bool>(), *t.of<LossTerms>(), losses, losses + from.merged.rows};
+    return unlocked([&, loops = chosen->loops] { loops->losses(pass); });
 }
 
 // Fill the statistics of rows, and their largest classes, from merged states.
@@ -161,7 +161,7 @@ PyObject *statistics_gradients(PyObject *, PyObject *arguments) {
     const Upstream of_log_prob = upstream_of(p), of_entropy = upstream_of(e), of_logsumexp = upstream_of(l);
     RowGradient *rows = to.of<RowGradient>();
     return unlocked([&] {
-        from.merged.softmax<false>(0, from.merged.rows, [&](long r, const RowSoftmax &row, int) {
+        from.merged.softmax(0, from.merged.rows, [&](long r, const RowSoftmax &row, int) {
             rows[r] = statistics_gradient_row(row, column ? column[r] : -1, column != nullptr, class_start, classes,
                                               scale, counts[r] ? of_log_prob[r] : 0.0, of_entropy[r], of_logsumexp[r]);
         });
@@ -375,10 +375,9 @@ PyObject *sums_of(PyObject *, PyObject *arguments) {
         Buffer from;
         if (!from.take(PyTuple_GetItem(arrays, i))) return nullptr;
         Sum sum = {NO_GRID, {0, 0, 0}};
-        const double *values = from.of<double>();
-        long count = long(from.view.len / 8);
+        const Loops *loops = chosen->loops;
         Py_BEGIN_ALLOW_THREADS;
-        for (long j = 0; j < count; j++) add_number(sum, values[j]);
+        loops->add(sum, from.of<double>(), long(from.view.len / 8));
         Py_END_ALLOW_THREADS;
         to.of<Sum>()[i] = sum;
     }

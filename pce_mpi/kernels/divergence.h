@@ -1,6 +1,5 @@
 // Divergences of rows, and their gradients; included last for each instruction set.
 
-PCE_DEFINE_TWICE_ATANH(INLINED, Doubles)
 #define NUMBERS Doubles
 INLINED Doubles size_of(Doubles v) { return (Doubles)((Longs)v & INT64_MAX); }
 INLINED Doubles constant(double v) { return doubles(v); }

@@ -88,6 +88,12 @@ struct Write {
     Call call;
     bool wide;
 };
+struct Losses {
+    Merged merged;
+    const bool *valid;
+    LossTerms terms;
+    double *losses, *weights;
+};
 struct Largest {
     const char *rows;
     long count, classes, stride, k;  // rows and classes; the stride in bytes
@@ -157,6 +163,8 @@ struct Products {
 struct Loops {
     void (*fill)(const Fill &);
     void (*write)(const Write &);
+    void (*losses)(const Losses &);
+    void (*add)(Sum &, const double *numbers, long count);
     void (*find)(const Largest &);
     void (*diverge)(const Divergence &);
     void (*gelu)(const Gelu &);

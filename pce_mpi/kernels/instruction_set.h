@@ -11,11 +11,12 @@ namespace {
 #include "rows.h"
 #include "walk.h"
 #include "tables.h"
+#include "plain.h"
 #include "divergence.h"
 #include "layers.h"
 #include "digits.h"
 }  // namespace
-extern const Loops LOOPS = {fill, write, find, diverge, gelu, attend, norm};
+extern const Loops LOOPS = {fill, write, fill_losses, add_all, find, diverge, gelu, attend, norm};
 extern const Products PRODUCTS = {find_exponents, multiply};
 }  // namespace INSTRUCTION_SET
 }  // namespace pce

@@ -17,6 +17,7 @@ template <Floats (*add)(Floats, Floats, Floats)> INLINED Floats polynomial(Float
 INLINED Floats polynomial(Floats f) { return polynomial<fma>(f); }
 
 PCE_DEFINE_POLYNOMIAL(INLINED, Doubles)
+PCE_DEFINE_TWICE_ATANH(INLINED, Doubles)
 
 // Two vectors, one operation after the other: a processor sees two chains of dependent operations at a time.
 struct Twin {
@@ -216,10 +217,23 @@ template <class Vector> struct Top {
     double value() const { return any_less(Vector{}, strange) ? not_a_number() : largest_lane(top); }
 };
 
+// A vector of which one lane, if it is in it, is masked.
+INLINED Floats without(Floats v, long place) {
+    Ints lanes;
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
+    return lanes == int32_t(place) ? floats(-__builtin_inff()) : v;
+}
+
 template <class T> static double largest(const T *x, long count) {
     constexpr int lanes = sizeof(T) == 8 ? LANES / 2 : LANES;
     Top<decltype(load(x))> top = {load_some(x, 0)};
     for (long i = 0; i < count; i += lanes) top.add(load_up_to(x + i, count - i));
+    return top.value();
+}
+// The largest of all but one of the float32 logits.
+template <class T> static double largest_without(long held, const T *x, long count) {
+    Top<Floats> top = {floats(-__builtin_inff())};
+    for (long i = 0; i < count; i += LANES) top.add(without(load_up_to(x + i, count - i), held - i));
     return top.value();
 }
 
@@ -247,14 +261,15 @@ static inline uint64_t sum_of(Words v) {
 INLINED Words pairs_of(Unsigned v) { return ((Words)v & 0xffffffff) + ((Words)v >> 32); }
 
 // Add exponentials to a sum whose grid is at least theirs, or that is of no use afterwards; logits below `lowest` add
-// nothing. `each` takes places, n + BIAS, 1 + t in fixed point and, in float32, logits.
+// nothing, and with `masks` nor does the class `held`. `each` takes places, n + BIAS, 1 + t in fixed point and, in
+// float32, logits.
 //
 // An exponential is fixed 2^shift, cut to a whole number, in two words of 32 bits, `low` and `high`: a shift by less
 // than 0 or more than 31 gives 0. Of each word the bits above a digit's border are summed apart. What is below them has
 // a sum that fits a word, and is the sum of all bits less those above, modulo 2^32.
-template <Way way, class T, class Each>
+template <Way way, bool masks = false, class T, class Each>
 static void add_exponentials(Sum &sum, const T *x, const int32_t *reduced, long count, const Transform transform,
-                             Each each) {
+                             Each each, long held = -1) {
     constexpr int WIDTH = Single::WIDTH, ABOVE = 2 * WIDTH - 32;
     static_assert(uint64_t(CHUNK / LANES) << WIDTH <= uint64_t(1) << 32);
     const Ints unit = ints(BIAS<way> + int32_t(WIDTH * (sum.grid - 2)) + Single::POINT), next = unit + 32;
@@ -264,6 +279,7 @@ static void add_exponentials(Sum &sum, const T *x, const int32_t *reduced, long 
         Floats t;
         Ints n;
         Floats v = load_up_to(x + i, count - i);
+        if (masks) v = without(v, held - i);
         parts<way>(v, reduced + i, transform, n, t);
         Unsigned fixed = fixed_point(t);
         each(i, n, fixed, v);

@@ -10,7 +10,7 @@ struct LossTerms {
     double smoothing, share, z_loss;
 
     // True without the terms that are options.
-    PCE_FUNCTION bool is_plain() const { return z_loss == 0.0; }
+    PCE_FUNCTION bool is_plain() const { return smoothing == 0.0 && share == 0.0 && z_loss == 0.0; }
 };
 
 // The loss of a row, and its weight in a mean.

@@ -330,6 +330,8 @@ static void add_chunk(State &total, const T *x, long count, long column, int64_t
 
 // Gradients of a row
 
+constexpr double LARGEST_EXPONENT = 100.0;  // of a gradient in a loop of float32
+
 template <class Precision, class T>
 static void write_chunk(const T *x, T *out, long count, const Weights &weights, const RowFactor &row, double most,
                         const Call &call, bool past_cache) {
@@ -342,7 +344,7 @@ static void write_chunk(const T *x, T *out, long count, const Weights &weights, 
                     row.exponent < REACH && row.exponent > -REACH;
     // The scalar functions compute gradients that are larger than any of a loss.
     double largest = transform.softcap != 0.0 ? transform.softcap : transform.scale * most;
-    in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Precision::POINT == 30 ? 100.0 : 1000.0);
+    in_loops = in_loops && largest * LOG2E + double(row.exponent) < (Precision::POINT == 30 ? LARGEST_EXPONENT : 1000.0);
     if (in_loops) {
         const bool weighted = call.has(WEIGHTED_LOGIT);
         const bool finished = weighted || call.has(ENTROPY) || transform.softcap != 0.0;

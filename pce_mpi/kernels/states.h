@@ -379,8 +379,7 @@ struct RowSoftmax {
     int64_t argmax;
     double held_slope;
 
-    // Logarithms take as long as all else together: without them `held_nll`, and what follows from it, is not there.
-    template <class Precision, bool with_logs = true>
+    template <class Precision>
     static PCE_FUNCTION RowSoftmax of(const State &state, const Call &call, const Sum &class_weights) {
         const Transform &transform = call.transform;
         RowSoftmax row = {};
@@ -418,19 +417,16 @@ struct RowSoftmax {
         double e = none || others_alone ? 0.0 : scaled(held_z.e, held_z.n - row.exponent);
         double others = scaled(s, unit - row.exponent);
         row.normalizer = bad ? not_a_number() : held_alone ? 0.0 : 1.0 / (others + e);
-        double nll = 0.0, above = 0.0;
-        if (with_logs) {
-            double total = (others + e) / top_z.e;
-            above = log(total > 0.0 ? total : 1.0) + times_log2(row.exponent - top_z.n);
-            if (others_alone) {
-                int64_t from = top_z.huge ? top_z.n : 0;
-                nll = ((top_z.huge ? top_z.z : 0.0) + (times_log2(unit - from) + log(s > 0.0 ? s : 1.0))) - held_z.z;
-            } else if (odds > 0x1p60) {
-                double d = double(unit - held_z.n);
-                nll = d * HI + (log(quotient > 0.0 ? quotient : 1.0) + d * LO);
-            } else {
-                nll = log1p(odds);
-            }
+        double total = (others + e) / top_z.e, nll;
+        double above = log(total > 0.0 ? total : 1.0) + times_log2(row.exponent - top_z.n);
+        if (others_alone) {
+            int64_t from = top_z.huge ? top_z.n : 0;
+            nll = ((top_z.huge ? top_z.z : 0.0) + (times_log2(unit - from) + log(s > 0.0 ? s : 1.0))) - held_z.z;
+        } else if (odds > 0x1p60) {
+            double d = double(unit - held_z.n);
+            nll = d * HI + (log(quotient > 0.0 ? quotient : 1.0) + d * LO);
+        } else {
+            nll = log1p(odds);
         }
         row.held_nll = bad ? not_a_number() : none ? inf : nll;
         row.held_z = held_z.z;

@@ -17,18 +17,6 @@ template <class Precision, class T> static void fill_rows(const Fill &fill) {
     walk<T>(fill, {}, begin, add, store);
 }
 
-static void fill(const Fill &fill) {
-    if (fill.wide) return fill_rows<Double, double>(fill);
-    switch (fill.logits.kind) {
-        case FLOAT32:
-            return fill_rows<Single, float>(fill);
-        case FLOAT16:
-            return fill_rows<Single, Half>(fill);
-        default:
-            return fill_rows<Single, BFloat>(fill);
-    }
-}
-
 // The places of the classes of a chunk that are held, of which there may be several with probabilities.
 template <class T>
 static long places_held(const T *x, long count, long column, const Weights &weights, const RowGradient &row,
@@ -82,8 +70,15 @@ static void write_row(const T *x, char *out, int kind, long count, long first, c
 // A gradient of so many bytes, with rows of so many, is written past the caches: it would not stay in them, and lines
 // that they have to read first cost more than the ends of rows, which are written through them.
 enum { LARGE = 1 << 22, LONG_ROW = 1 << 13 };
+static bool goes_past_cache(const Write &write) {
+    const Array &out = write.out;
+    const long row_bytes = out.shape[1] * SIZES[out.kind], bytes = out.shape[0] * out.shape[2] * row_bytes;
+    const bool aligned = (long(out.data) | out.strides[0] | out.strides[2]) % SIZES[out.kind] == 0;
+    return consecutive(out) && aligned && out.data != write.logits.data && bytes >= LARGE && row_bytes >= LONG_ROW;
+}
 
 // The rows of a gradient, in memory or computed some at a time.
+enum { ROW_BLOCK = 64 };
 struct GradientBlock {
     const Write &write;
     long first = 0, end = 0;
@@ -103,11 +98,7 @@ struct GradientBlock {
 };
 
 template <class Precision, class T> static void write_rows(const Write &write) {
-    const Array &out = write.out;
-    const long row_bytes = out.shape[1] * SIZES[out.kind], bytes = out.shape[0] * out.shape[2] * row_bytes;
-    const bool aligned = (long(out.data) | out.strides[0] | out.strides[2]) % SIZES[out.kind] == 0;
-    const bool past_cache =
-        consecutive(out) && aligned && out.data != write.logits.data && bytes >= LARGE && row_bytes >= LONG_ROW;
+    const bool past_cache = goes_past_cache(write);
     RowFactor factors[TILE_ROWS];
     GradientBlock gradients(write);
     auto begin = [&](long row, long rows) {
@@ -116,25 +107,11 @@ template <class Precision, class T> static void write_rows(const Write &write) {
             new (&factors[r]) RowFactor(RowFactor::of(gradients[row + r], write.call.transform));
     };
     auto put = [&](long row, long r, const T *x, long count, long first, char *place, const Weights &weights) {
-        write_row<Precision>(x, place, out.kind, count, first, weights, gradients[row + r], factors[r], write.call,
+        write_row<Precision>(x, place, write.out.kind, count, first, weights, gradients[row + r], factors[r], write.call,
                               past_cache);
     };
-    walk<T>(write, out, begin, put, [](long, long) {});
+    walk<T>(write, write.out, begin, put, [](long, long) {});
     if (past_cache) finish_stream();
-}
-
-static void write(const Write &write) {
-    if (write.wide) return write_rows<Double, double>(write);
-    // A gradient array of another dtype than the logits' is rounded by way of float32.
-    if (write.out.kind != write.logits.kind) return write_rows<Single, float>(write);
-    switch (write.logits.kind) {
-        case FLOAT32:
-            return write_rows<Single, float>(write);
-        case FLOAT16:
-            return write_rows<Single, Half>(write);
-        default:
-            return write_rows<Single, BFloat>(write);
-    }
 }
 
 static void find(const Largest &largest) {

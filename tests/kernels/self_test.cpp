@@ -55,6 +55,15 @@ template <class T> void fill_logits(char *logits, double spread, double offset) 
     }
 }
 
+template <class T> void write_gradient(const Loops &loops, const Write &write) {
+    loops.write(write);
+    for (long i = 0; i < ROWS * CLASSES; i++) {
+        T value;
+        memcpy(&value, gradient + i * sizeof value, sizeof value);
+        put_bits(value);
+    }
+}
+
 template <class Precision, class T>
 void run(const Loops &loops, int kind, int fields, Transform transform, bool wide) {
     Call call = {fields, transform};
@@ -68,8 +77,10 @@ void run(const Loops &loops, int kind, int fields, Transform transform, bool wid
     fill.wide = wide;
     loops.fill(fill);
     long words = words_of(fields);
-    Sum class_weights = {NO_GRID, {0, 0, 0}};
+    Sum class_weights = {NO_GRID, {0, 0, 0}}, added = class_weights;
     for (double each : weight) add_number(class_weights, each);
+    loops.add(added, weight, CLASSES);
+    for (uint64_t limb : added.limbs) add(limb);
     for (long r = 0; r < ROWS; r++) {
         for (long w = 0; w < words; w++) add(states[r * words + w]);
         RowSoftmax softmax =
@@ -93,6 +104,11 @@ void run(const Loops &loops, int kind, int fields, Transform transform, bool wid
                    (columns[r] + 1) % CLASSES,
                    0.375};
     }
+    const bool valid[ROWS] = {true, true, false, true};
+    double losses[2 * ROWS];
+    const Merged merged = {states, ROWS, call, wide, class_weights};
+    loops.losses({merged, valid, {}, losses, losses + ROWS});
+    for (double each : losses) put_bits(each);
     Write write = {};
     write.logits = array_of(logits, kind);
     write.out = array_of(gradient, kind);
@@ -101,12 +117,15 @@ void run(const Loops &loops, int kind, int fields, Transform transform, bool wid
     write.kept = 1.0;
     write.call = call;
     write.wide = wide;
-    loops.write(write);
-    for (long i = 0; i < ROWS * CLASSES; i++) {
-        T value;
-        memcpy(&value, gradient + i * sizeof value, sizeof value);
-        put_bits(value);
-    }
+    write_gradient<T>(loops, write);
+    if (fields != 0) return;
+    const double upstream[ROWS] = {1.0, -0.5, 2.0, 3.0};
+    write.rows = nullptr;
+    write.computed = {merged, valid, columns, {upstream, false}, 3.0, transform.scale, {}};
+    write_gradient<T>(loops, write);
+    fill.logits.shape[1] = 600;  // short rows
+    loops.fill(fill);
+    for (long w = 0; w < ROWS * words; w++) add(states[w]);
 }
 
 template <class T> void run_kind(const Loops &loops, int kind) {

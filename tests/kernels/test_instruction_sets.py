@@ -15,7 +15,7 @@ SOURCES = [Path(__file__).with_name("self_test.cpp")]
 SOURCES += [source_folder / f"{name}.cpp" for name in ("baseline", "avx2", "avx512", "vnni")]
 FLAGS = ["-std=c++17", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno", "-fno-exceptions", "-fno-rtti"]
 # The output of the self-test: losses, divergences, gelu, products. A change is one of bits, as in jobs/digests.json.
-DIGEST = "248a7996db5f0a0b f05ddba5c24b6eaa 999be798396ec1ff 25a5fbdc172742ad"
+DIGEST = "241ca83397bdfd9e f05ddba5c24b6eaa 999be798396ec1ff 25a5fbdc172742ad"
 
 
 # The package is compiled by g++ with -O3, and tests/jobs/test_digests.py tests it. Here g++ looks for undefined

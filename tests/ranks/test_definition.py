@@ -269,12 +269,16 @@ def check_statistics(pairs, targets, valid, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "of all kinds"])
 @pytest.mark.parametrize("classes", [1, 40])
 def test_plain_loss_has_bits_of_definition(kernel, classes, kind, dtype):
-    # It has functions of its own, which handle a block of rows at a time; here are more.
+    # It has functions of its own, which handle a vector of rows at a time: all rows alike, or of kinds in any order.
     rng, precision = np.random.default_rng(7), DOUBLE if dtype == np.float64 else SINGLE
-    logits, targets = map(np.concatenate, zip(*(logits_of(kind, classes, dtype, rng) for _ in range(12)), strict=True))
+    blocks = [
+        logits_of(each, classes, dtype, rng) for each in ([kind] * 12 if kind in KINDS else KINDS + ["plain"] * 3)
+    ]
+    order = rng.permutation(len(blocks) * ROWS - 3)  # the last rows fill no vector
+    logits, targets = (np.concatenate(each)[order] for each in zip(*blocks, strict=True))
     problem = Drawn(logits, targets, StateFields(), Transform(), precision, ClassWeights())
     found, rows = [], len(logits)
     valid, upstream, divisor = np.arange(rows) % 5 != 2, np.linspace(-2, 2, rows), np.array([3.0])
