@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 LIMITS = {
     "package, Python": 24_466,
     "package, C++ and CUDA": 5_414,
-    "package, lines of docstrings": 8_596,
+    "package, lines of docstrings": 8_598,
     "package, files of Python": 191,
-    "tests, Python": 37_237,
+    "tests, Python": 37_259,
 }
 
 SUFFIXES = {

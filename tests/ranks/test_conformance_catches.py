@@ -177,7 +177,7 @@ SUBTLE = [
     Planted("sum_of_masks_overflows", "finite-mask/lowest-smoothed", "a sum of log p over classes and rows overflows"),
     Planted("large_masks_taken_for_infinity", "finite-mask/1e30-smoothed", "loss is"),
     # A sum of two is the same in either order: a rank must have three of the 24 classes.
-    Planted("not_deterministic", "same-in-every-run", "two calls with the same arguments gave two", most=11),
+    Planted("not_deterministic", "same-in-every-run", "two calls with the same arguments gave another", most=11),
 ]
 
 PLANTED = [

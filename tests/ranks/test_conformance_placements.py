@@ -1,7 +1,9 @@
 """Candidates of `kind="placement"`: planted faults are named, and right ones pass at every number of ranks."""
 
+import re
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from candidates.correct.placements import OURS
@@ -9,8 +11,9 @@ from candidates.placement_by_hand import FUNCTIONS, MOVES, PlacementByHand
 from candidates.shipped import defined_in
 from candidates.wrong import placements as wrong
 from pce_mpi.conformance import Offer, Tolerance, cases, offer_of, run_case
-from pce_mpi.conformance.judging.outcomes import Verdict
+from pce_mpi.conformance.judging.outcomes import Report, Verdict
 from pce_mpi.conformance.problems.kinds import placement
+from pce_mpi.conformance.reports import html, terminal
 
 STRICT = Tolerance(strict=True)
 FINDS = placement.FINDS
@@ -148,6 +151,35 @@ def test_placement_is_judged_in_one_process_without_mpi():
             return array.max(-1), lambda g: (array == array.max(-1, keepdims=True)) * g[:, None]
 
     assert run_case(Alone("max"), case_named("random/float32", Alone("max")), None).verdict == Verdict.PASS
+
+
+def whole_numbers(array, *, splits, comm):
+    return np.zeros(len(array), np.int64), lambda g: g
+
+
+def wide_gradient(array, *, splits, comm):
+    return np.zeros(len(array)), lambda g: np.full_like(array, 9.0, np.float64)
+
+
+def aliased(array, *, splits, comm):
+    return array[:, 0], lambda g: array
+
+
+def nothing(array, *, splits, comm): ...
+
+
+@pytest.mark.ranks(3)  # the words do not depend on the ranks
+@pytest.mark.parametrize("gradient", ["backward", "value", "none"])
+@pytest.mark.parametrize("function", [whole_numbers, wide_gradient, aliased, nothing])
+def test_reports_of_placements_have_no_word_of_losses(comm, function, gradient):
+    offer = Offer(kind="placement", gradient=gradient)
+    outcomes = [run_case(function, case, comm, offer=offer) for case in cases(Offer(kind="placement"))]
+    report = Report("candidate", offer, (comm.size,), {}, 0, False, 1.0, outcomes)
+    page = html.render(report)
+    said = [terminal.render(report), *re.findall("<figure>.*</figure>", page, re.DOTALL)]
+    assert len(report.failed) > 6 and "FAIL" in said[0]
+    found = re.findall(r"\b(?:loss|losses|d?logits|class|classes|targets?)\b", re.sub("<[^>]*>", "", " ".join(said)))
+    assert found == [], said[0]
 
 
 def test_placement_has_cases_of_its_own_alone():

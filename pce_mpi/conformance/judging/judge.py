@@ -120,7 +120,7 @@ def _comparable(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Answe
                 fatal[rank].append(Finding("dtype", f"{what} has dtype {got.dtype}, which is no floating-point one"))
             elif which == "gradient" and got.dtype != problem.dtype:
                 text = f"gradient has dtype {got.dtype}, where that of the logits is due, {problem.dtype}"
-                form[rank].append(Finding("dtype", text))
+                form[rank].append(Finding("dtype", problem.kind.worded(text)))
             if not any(fatal):
                 with np.errstate(over="ignore"):
                     results[which] = got.reshape(shape).astype(problem.dtype if which == "gradient" else got.dtype)

@@ -39,7 +39,7 @@ class Told(NamedTuple):
 class Kind:
     """The arguments and results of the candidates of one kind, and how these are judged.
 
-    noun, plural         the words for what it gives for a row
+    noun, plural         the words for what it gives for a row; `returns`, where a call returns something else
     exact                the exact numbers of a problem and, for `dloss`, the gradient of the logits; all classes
     sizes                of a textbook: how large the summands of both are, as `judging` says
     sums                 of a problem: the sum of magnitudes of each row whose roundings the numbers have, 0 for none
@@ -69,6 +69,7 @@ class Kind:
     told: str
     options: tuple[str, ...]
     reductions: tuple[str, ...] = ("none",)
+    returns: str = ""
     arrays: tuple[str, ...] = ("logits", "targets")
     facts: tuple[str, ...] = ("class_start", "num_classes")
     negates: Kind | None = None
@@ -85,18 +86,25 @@ class Kind:
 
     def worded(self, text: str) -> str:
         """Return an explanation in the words of this kind."""
-        for word, its in {"the loss": f"the {self.noun}", **self.words}.items():
-            text = re.sub(rf"\b{word}\b", its, text)
-        return text
+        return _replaced(text, {"the loss": f"the {self.noun}", **self.words})
+
+    def of_results(self, text: str) -> str:
+        """Return what is said of the results of a call in the words of this kind."""
+        return _replaced(text, {"loss": self.returns or self.noun, **self.words})
 
     def said(self, family: str, catches: str) -> str:
         """Say what a case catches in the words of this kind."""
         text = self.catches.get(family, catches)
         an = "n" * self.noun.startswith(("a", "e", "i", "o", "u"))
-        for word, its in (("a loss", f"a{an} {self.noun}"), ("loss", self.noun), ("losses", self.plural)):
-            text = re.sub(rf"\b{word}\b", its, text)
-            text = re.sub(rf"\b{word.capitalize()}\b", its.capitalize(), text)
-        return text
+        words = (("a loss", f"a{an} {self.noun}"), ("loss", self.noun), ("losses", self.plural))
+        return _replaced(text, {form(word): form(its) for word, its in words for form in (str, str.capitalize)})
+
+
+def _replaced(text: str, words: Mapping[str, str]) -> str:
+    """Return a text with whole words replaced by others, one after the other."""
+    for word, its in words.items():
+        text = re.sub(rf"\b{word}\b", its, text)
+    return text
 
 
 @dataclass(frozen=True, eq=False)

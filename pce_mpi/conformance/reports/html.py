@@ -37,7 +37,7 @@ _LARGE, _SMALL = ("#ffcf33", "#ef6c1a", "#b3122b"), ("#a9dcff", "#1f7fd1", "#1b2
 _NOT_FINITE = "#d633c8"
 
 
-def drawn(picture: ErrorMap, name: str) -> str:
+def drawn(picture: ErrorMap, name: str, column: str = "class") -> str:
     """Draw an SVG element in the colours of the text around it; its ids begin with `name`, a word, unique in a page."""
     errors = np.ma.masked_invalid(np.asarray(picture.errors, np.float64))
     rows, most = errors.shape[0], float(np.log10(np.abs(errors.filled(0.0)).max(initial=10.0)))
@@ -45,6 +45,7 @@ def drawn(picture: ErrorMap, name: str) -> str:
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         image = _show_errors(axes, errors, picture, most)
+        axes.set(xlabel=column, ylabel="row")
         _show_shards(axes, errors.shape[1], picture)
         _show_targets(axes, errors.shape, picture)
         _show_scale(figure, axes, image, most)
@@ -73,7 +74,6 @@ def _show_errors(axes: Any, errors: Any, picture: ErrorMap, most: float) -> Any:
         aspect="auto",
         interpolation="none",
     )
-    axes.set(xlabel="class", ylabel="row")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=16))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=8))
     return image

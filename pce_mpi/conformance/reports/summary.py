@@ -118,7 +118,7 @@ def hint(report: Report) -> str:
     offer, plain = report.offer, Offer()
     if offer.dtypes != plain.dtypes or not (most := _declarations(report)):
         return ""
-    alone = "All logits were float32"
+    alone = KINDS[offer.kind].worded("All logits were float32")
     if (offer.dims, offer.probabilities) != (plain.dims, plain.probabilities):
         return f'{alone}: @offers(dtypes=("float32", "bfloat16")) adds what else the candidate takes.'
     told = f"the option{'s' * (len(offer.options) > 1)} {', '.join(offer.options)}" if offer.options else "no option"
@@ -221,7 +221,7 @@ def _offered(offer: Offer) -> str:
             ", ".join(offer.dtypes),
             *([_placed(offer)] if offer.kind == "placement" else _of_logits(offer)),
             f"shards {_SHARDS[offer.shards]}",
-            f"gives {_GRADIENT[offer.gradient]}",
+            f"gives {KINDS[offer.kind].of_results(_GRADIENT[offer.gradient])}",
             *["with the bits of one rank"] * offer.same_bits,
             *[f"gradients averaged over {' and '.join(offer.averaged)}"] * bool(offer.averaged),
         ]

@@ -65,8 +65,8 @@ class Trial:
                 call.backward()
                 self.on_one_rank[which] = call.answer()
         except Exception as error:
-            text = error_text(error)
-            self.find("other bits", f"raised on one rank, with all classes, where several ranks returned: {text}")
+            text = f"raised on one rank, with all classes, where several ranks returned: {error_text(error)}"
+            self.findings.append(Finding("other bits", text))
         finally:
             alone.Free()
 
@@ -75,7 +75,7 @@ class Trial:
         self.answers.append((which, name, answer))
 
     def find(self, kind: str, text: str) -> None:
-        self.findings.append(Finding(kind, text))
+        self.findings.append(Finding(kind, self.problem(0).kind.of_results(text)))
 
 
 class _Call:
@@ -232,7 +232,7 @@ def _two(trial: Trial, *, at_once: bool) -> None:
 def _run_twice(trial: Trial) -> None:
     first, second = (trial.call().answer() for _ in range(2))
     for what, a, b in _differing(first, second):
-        trial.find("not deterministic", f"two calls with the same arguments gave two {what}s{difference(a, b)}")
+        trial.find("not deterministic", f"two calls with the same arguments gave another {what}{difference(a, b)}")
     trial.judge(first)
 
 
@@ -270,8 +270,7 @@ def _several_targets(trial: Trial) -> None:
     call.run(trial.comm)
     shape = (*problems[0].rows_shape, len(problems))
     if call.loss.shape != shape:
-        noun = problems[0].kind.noun
-        trial.find("shape", f"{noun} has shape {tuple(call.loss.shape)}, where that of the targets is due, {shape}")
+        trial.find("shape", f"loss has shape {tuple(call.loss.shape)}, where that of the targets is due, {shape}")
         return
     for which in range(len(problems)):
         call.backward(np.broadcast_to(np.arange(len(problems)) == which, shape).astype(np.float64))

@@ -320,7 +320,7 @@ def _not_refused(problem: Problem, answers: Sequence[tuple[int, str, Answer]]) -
     beyond = np.flatnonzero(problem.valid & ((targets < 0) | (targets >= problem.classes)))
     what = f"{target_text(targets, problem.rows_shape, beyond[0])} is outside [0, {problem.classes})"
     losses = [np.array2string(each.loss.astype(np.float64), precision=5, threshold=6) for _, _, each in answers]
-    given = "".join(f": the loss is {loss}" for loss in losses)  # none if it is no array of numbers
+    given = "".join(f": the {problem.kind.noun} is {loss}" for loss in losses)  # none if it is no array of numbers
     return f"{what}, and no rank refused it{given}; {meant(checks_targets=False)}"
 
 

@@ -153,10 +153,8 @@ def _faults(b: Textbook) -> Faults:
         share = np.diff(b.problem.splits)[:, None] / b.problem.classes if name == "mean" else 1.0
         for terms, divisor in ((own * share, 1), (own, ranks if name == "mean" else 1)):
             for order in permutations(terms.astype(b.problem.dtype), ranks if ranks <= _FEW else 0):
-                yield (
-                    text,
-                    Given((reduce(np.add, order, np.zeros((), b.problem.dtype)).astype(np.float64) / divisor,), None),
-                )
+                total = reduce(np.add, order, np.zeros((), b.problem.dtype)).astype(np.float64)
+                yield text, Given((total / divisor,), None)
     if name == "mean":
         yield "the sum is not divided by the number of elements", Given((b.x.sum(axis=-1),), np.ones_like(b.x) * g)
     if name == "prod":
@@ -248,8 +246,7 @@ def moved(problem: Problem, rank: int, ones: bool) -> tuple[Array, list[Move]]:
     alone[:, here] = upstream[:, here]
     whole = "this rank's own elements: nothing is gathered"
     if problem.conventions["computes"] == "replicate":
-        value, gradient = Move("value", x, {whole: x[:, here]}), upstream[:, here]
-        faults = {}
+        value, gradient, faults = Move("value", x, {whole: x[:, here]}), upstream[:, here], dict[str, Array]()
     else:
         value, gradient = Move("value", x[:, here], {"all elements: nothing is cut": x}), upstream
         upstream, faults = upstream[:, here], {f"that of {whole} from the others": alone}
@@ -395,6 +392,6 @@ PLACEMENT = Kind(
     fitted=_fitted,
     shared_cases=False,
     lost_has_nan=False,
-    words={"class": "element", "classes": "elements", "logits": "elements"},
+    words={"class": "element", "classes": "elements", "logits": "elements", "dlogits": "gradient"},
     cases=CASES,
 )

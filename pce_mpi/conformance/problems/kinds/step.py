@@ -399,6 +399,7 @@ def _certain_tokens(setting: Setting) -> Problem:
 STEP = Kind(
     noun="weight",
     plural="weights",
+    returns="loss",
     exact=_exact,
     sizes=_sizes,
     faults=lambda book: iter(()),
