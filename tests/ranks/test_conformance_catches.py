@@ -86,6 +86,7 @@ SUBTLE = [
     # Special values
     Planted("masked_shard_is_nan", "masked-shard/last", "all -inf makes the row nan", ranks=2),
     Planted("ignored_rows_times_0", "nan/in-an-ignored-row", "the loss is wrong: nan"),
+    Planted("infinite_logsumexp", "plus-inf/in-a-row", "the loss is wrong in rows with nan or infinite logits only"),
     Planted("zero_times_infinity", "masked-classes/every-third", "0 times the logit -inf"),
     Planted("ignored_rows_are_class0", "masked-classes/first-of-each-shard", "adds 0 times the logit of class 0: nan"),
     # Shards

@@ -46,6 +46,14 @@ class OnlineMaximumOfMaskedBlock(ByHand):
         s.p = s.exp / s.sum_exp[:, None]
 
 
+class InfiniteLogsumexp(ByHand):
+    """The maximum is subtracted where it is finite, so that a logit of inf makes logsumexp inf, and no nan (JAX)."""
+
+    def row_losses(self, s):
+        super().row_losses(s)
+        s.row_loss = np.where((s.top == np.inf) & s.valid, np.inf, s.row_loss)
+
+
 class SumOfMasksOverflows(ByHand):
     """The logits are summed in float32, and multiplied by s / C afterwards."""
 

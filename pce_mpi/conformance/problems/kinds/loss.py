@@ -86,7 +86,7 @@ def _exponentials(b: Textbook) -> Faults:
     yield text, all_ranks(b.but(nll=np.where(b.p < np.finfo(np.float32).smallest_subnormal, np.inf, b.nll)))
     exp = np.exp(b.z.astype(compute_dtype_of(b.problem.dtype))).astype(np.float64)
     total = exp.sum(axis=-1, keepdims=True)
-    if not np.isfinite(np.log(total)).all():
+    if not np.isfinite(np.log(total[np.isfinite(top)])).all():
         text = "exponentials are of logits from which no maximum was subtracted: they overflow, or all become 0"
         yield text, all_ranks(b.but(p=exp / total, nll=np.log(total) - b.z))
         yield text, all_ranks(b.but(p=exp / total, nll=-np.log(exp / total)))
