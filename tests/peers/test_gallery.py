@@ -83,6 +83,7 @@ ROWS = [
                 "the ranks' values of the sum are rounded to bfloat16, and added up in it",
             ),
             ("whole.max", "nan-on-one-rank", "a nan of one rank is lost: the value is the max of others"),
+            ("terms.max", "nan-on-one-rank", "a nan of one rank is lost: the value is the max of others"),
             ("terms.mean", "random/float32", "as if the reduction over the ranks were a sum"),
             ("terms.max", "random/float32", "as if the reduction over the ranks were a sum"),
             ("terms.prod", "random/float32", "as if the reduction over the ranks were a sum"),
@@ -122,6 +123,17 @@ def test_package_gives_the_words_of_gallery(comm, row):
     assert outcome.failed
     first = outcome.findings[0]
     assert row.words in " ".join((first.text, *(cause for fault in first.faults for cause in fault.causes))), first
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("candidate", ["dtensor.logsumexp", "dtensor.replicate", "dtensor.shard", "whole.sum"])
+def test_right_placement_of_gallery_passes(comm, candidate):
+    candidate = started(f"torch_placements:{candidate}", comm)
+    try:
+        failed = [outcome.case for case in cases(candidate) if (outcome := run_case(candidate, case, comm)).failed]
+    finally:
+        candidate.stop()
+    assert failed == []
 
 
 def started(name, comm):

@@ -20,7 +20,7 @@ def _dense(function, logits, comm, class_start):
     return result, lambda dloss: pull_back(jnp.asarray(dloss, result.dtype))[0][..., mine]
 
 
-@offers(dtypes=_HALVES_TOO, reductions=("none",), dims=(1, 2, 3), gradient="backward")
+@offers(dtypes=_HALVES_TOO, reductions=("none",), dims=(1, 2, 3), gradient="backward", num_classes=False)
 def optax_labels(logits, targets, *, class_start, num_classes, comm):
     labels = jnp.asarray(targets)
     return _dense(lambda x: optax.softmax_cross_entropy_with_integer_labels(x, labels), logits, comm, class_start)
@@ -36,7 +36,7 @@ def optax_probabilities(logits, targets, *, class_start, num_classes, comm, labe
     return _dense(lambda x: optax.softmax_cross_entropy(x, labels), logits, comm, class_start)
 
 
-@offers(kind="log_prob", dtypes=_HALVES_TOO, dims=(1, 2, 3), gradient="backward")
+@offers(kind="log_prob", dtypes=_HALVES_TOO, dims=(1, 2, 3), gradient="backward", num_classes=False)
 def numpyro_log_prob(logits, targets, *, class_start, num_classes, comm):
     values = jnp.asarray(targets)
     return _dense(lambda x: CategoricalLogits(x).log_prob(values), logits, comm, class_start)
