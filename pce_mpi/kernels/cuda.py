@@ -124,11 +124,11 @@ def valid_rows(targets: Array, _: int) -> tuple[None, bool, int]:
 
 
 def columns_of(targets: Array, ignored: int, class_start: int, num_classes: int) -> tuple[Array, Array, Array]:
-    """Return the local columns of class numbers (rows,), -1 in rows that do not count, and which rows count.
+    """Return the local columns of contiguous class numbers (rows,), -1 in rows that do not count, and which rows count.
 
     Also return whether one of those that count is no class: 1 or 0 in an int32, (1,).
     """
-    rows, numbers = len(targets), cupy.ascontiguousarray(targets.astype(np.int64, copy=False))
+    rows, numbers = len(targets), targets.astype(np.int64, copy=False)
     found = cupy.empty(rows, np.int64), cupy.empty(rows, np.bool_), cupy.zeros(1, np.int32)
     if rows:
         given = np.int64(rows), np.bool_(targets.dtype.kind == "u"), *map(np.int64, (ignored, class_start, num_classes))

@@ -16,22 +16,27 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import HostArray, array_namespace, number_of, to_host
+from pce_mpi.arrays import Array, HostArray, array_namespace, cupy_of, number_of, to_host
 from pce_mpi.comm.agreement import Signature, agree_on_call, local_checks, raise_together
 from pce_mpi.comm.errors import CollectiveError, ranks_text, text_by_rank
 from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.rehearsed import FakeComm
+from pce_mpi.gpu import Download
 from pce_mpi.hollow import Hollow
-from pce_mpi.kernels import host_kernel, sets_arithmetic
+from pce_mpi.kernels import host_kernel, kernel_of, sets_arithmetic
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.problem import Problem, check, class_numbers_of, target_text
+from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, target_text
 from pce_mpi.validation import check_floating_point
+
+Facts = tuple[int, ...]
+# In place of `_values` that are told later; the highest target is none.
+_LATER = -1, 0, 0, 0
 
 
 def prepare(options: Options, logits: Any, targets: Any = None, **more: Any) -> Problem:
     """Check the arguments on this rank, and agree on the call with the others; the arguments are those of `check`.
 
-    The caller calls `confirm`.
+    The caller calls `settle` and `confirm`.
     """
     return agree_on(options, partial(check, options, logits, targets, later=True, **more))
 
@@ -45,7 +50,7 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
     if options.comm is not None:
         check_comm(options.comm, options.over)
     problem: Problem | None = None
-    facts: tuple[int, ...] = ()
+    facts: Facts = ()
     with local_checks() as checks:
         for found in options.found:
             raise found
@@ -64,10 +69,41 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
     with local_checks() as checks:
         problem = _place(options, problem, facts, error)
     call = _call(options, problem, {} if problem is None else {"num_classes": problem.num_classes})
-    named = options.comm is not None
-    agree_on_call(options.batch_comm, call, error=checks.error, over=options.batch_over, ranks_named=named)
+    facts = (problem is not None and problem.later,)
+    (later,) = _agree_over_rows(options, call, checks.error, facts)
     assert problem is not None  # its error would have been raised by now
+    problem.later_rows = any(later)
     return problem
+
+
+def _agree_over_rows(options: Options, call: Signature, error: Exception | None, facts: Facts = ()) -> list[Facts]:
+    named = options.comm is not None
+    return agree_on_call(options.batch_comm, call, facts, error=error, over=options.batch_over, ranks_named=named)
+
+
+def settle(problem: Problem) -> None:
+    """Check the values of arrays on GPUs, which `agree_on` has left, as it does; the GPU may work meanwhile.
+
+    Collective over `comm` and `batch_comm`: one Allgather of 56 bytes over each, if one of its ranks has such arrays.
+    """
+    if not (problem.later or problem.later_rows):
+        return
+    options, comm = problem.options, problem.options.comm
+    call = Signature(options.operation, {})
+    facts: Facts = ()
+    with local_checks() as checks:
+        if problem.later and comm is None:
+            _check_values(problem, problem.num_classes, *((fact,) for fact in _values(problem)))
+        elif problem.later:
+            with local_checks() as own:
+                facts = _values(problem)
+            said = agree_on_call(comm, call, facts, error=own.error, over=options.over)
+            _check_values(problem, problem.num_classes, *said)
+    if problem.later_rows:
+        _agree_over_rows(options, call, checks.error)
+    elif checks.error is not None:
+        raise checks.error
+    problem.later = problem.later_rows = False
 
 
 def confirm(problem: Problem) -> None:
@@ -76,24 +112,11 @@ def confirm(problem: Problem) -> None:
     It is called after the last launch, or before a launch that cannot leave what it writes as it was.
     """
     found, problem.wrong = problem.wrong, None
-    if found is None or not found.wait()[0]:
-        return
-    assert problem.targets is not None
-    options, named = problem.options, problem.options.comm is not None
-    with local_checks() as checks:
-        given = problem.targets.reshape(problem.targets_shape)
-        problem.targets = class_numbers_of(given, problem.targets_name)
-        problem.valid = problem.targets != options.ignore_index
-        raise _out_of_range(problem, problem.num_classes, hint=not named and options.over == "comm") or _changed()
-    error = checks.error
-    if named:
-        with local_checks() as checks:
-            raise_together(options.comm, options.operation, error, over=options.over)
-        error = checks.error
-    if options.batch_comm is not None:
-        raise_together(options.batch_comm, options.operation, error, options.batch_over, ranks_named=named)
-    assert error is not None
-    raise error
+    if found is not None and found.wait()[0]:
+        problem.coming, problem.later = Download(problem.targets), True
+        problem.later_rows = problem.options.batch_comm is not None
+        settle(problem)
+        raise _changed()
 
 
 def _call(options: Options, problem: Problem | None, more: Mapping[str, Hashable]) -> Signature:
@@ -101,11 +124,11 @@ def _call(options: Options, problem: Problem | None, more: Mapping[str, Hashable
     return Signature(options.operation, {}) if problem is None else problem.call(more)
 
 
-def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], error: Exception | None) -> Problem:
+def _place(options: Options, problem: Problem | None, facts: Facts, error: Exception | None) -> Problem:
     """Return `problem` with its place among all classes; the ranks of `comm` have agreed on the rest."""
     comm: Any = options.comm
-    operation, over = options.operation, options.over
-    said: list[tuple[int, ...]]
+    over = options.over
+    said: list[Facts]
     if comm is None:
         if error is not None or problem is None:
             raise error or RuntimeError("nothing was checked")
@@ -123,7 +146,7 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
     if isinstance(comm, FakeComm):
         problem.place(0, asked or 0)
         return problem
-    checksums, starts, counts, highest, samples, sums = said
+    starts, counts, *values = said
     num_classes = sum(counts)
     if options.num_classes is not None and num_classes != options.num_classes:
         wrong = f"num_classes = {options.num_classes}, but"
@@ -137,36 +160,61 @@ def _place(options: Options, problem: Problem | None, facts: tuple[int, ...], er
         starts = tuple(accumulate(counts, initial=0))
     else:
         _check_ranges(starts, counts, over)
+    problem.shards, problem.later = (starts, counts), min(values[0]) == _LATER[0]
+    if not problem.later:
+        _check_values(problem, num_classes, *values)
+    problem.place(starts[0 if comm is None else comm.rank], num_classes)
+    if problem.later and cupy_of(sample := _sample(problem)) is not None:
+        problem.sample = Download(problem.xp.ascontiguousarray(sample))
+    return problem
+
+
+def _check_values(
+    problem: Problem, num_classes: int, highest: Facts, checksums: Facts, samples: Facts, sums: Facts
+) -> None:
+    """Check what the ranks of `comm` say of the values of their arrays."""
+    comm, over = problem.options.comm, problem.options.over
     if max(highest) >= num_classes:
         out_of_range = _out_of_range(problem, num_classes, hint=comm is None and over == "comm")
         if comm is None:
             raise out_of_range or _changed()
-        raise_together(comm, operation, out_of_range, over=over)
+        raise_together(comm, problem.options.operation, out_of_range, over=over)
     for name, values in ((problem.targets_name, checksums), ("hidden", sums)):
         if values.count(values[0]) < len(values):
             by_rank = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(values)}, over)
             raise CollectiveError(f"ranks disagree on the values of {name}: {by_rank}")
-    _check_not_gathered(counts, samples, over, "logits" if problem.sharded[0] is problem.logits else "w")
-    rank = 0 if comm is None else comm.rank
-    problem.shards = starts, counts
-    problem.place(starts[rank], num_classes)
-    return problem
+    name = "logits" if problem.sharded[0] is problem.logits else "w"
+    _check_not_gathered(problem.shards[1], samples, over, name)
 
 
-def _facts(problem: Problem) -> tuple[int, ...]:
+def _facts(problem: Problem) -> Facts:
     """Return the facts of this rank's shard for the other ranks.
 
-    They are a checksum of the targets or of the rows that count, the first class (-1: not given), the number of
-    classes, the highest target, a checksum of a sample of the logits (0: the other ranks may pass the same), and one of
-    `hidden` in linear functions.
+    They are the first class (-1: not given), the number of classes, and `_values`, or that these are told later.
     """
-    options = problem.options
-    start = -1 if options.class_start is None else operator.index(options.class_start)
-    alone = options.comm is None or options.comm.size == 1 or isinstance(options.comm, FakeComm)
-    sample = 0 if alone or options.num_classes is not None else _sample(*problem.sharded)
-    checksum = 0 if alone or problem.alike is None else zlib.crc32(problem.alike.data)
-    hidden = 0 if alone or problem.hidden is None else _checksum(problem.hidden)
-    return checksum, start, problem.classes, problem.highest_target, sample, hidden
+    start = problem.options.class_start
+    known = _LATER if problem.later else _values(problem)
+    return -1 if start is None else operator.index(start), problem.classes, *known
+
+
+def _values(problem: Problem) -> Facts:
+    """Return the facts of the values of this rank's arrays.
+
+    They are the highest target, a checksum of the targets or of the rows that count, one of a sample of the logits (0:
+    the other ranks may pass the same), and one of `hidden` in linear functions.
+    """
+    comm = problem.options.comm
+    if problem.coming is not None:
+        numbers = class_numbers_of(problem.coming.wait().reshape(problem.targets_shape), problem.targets_name)
+        problem.targets, ignored = numbers, problem.options.ignore_index
+        problem.valid, _, highest = kernel_of(numbers).valid_rows(numbers, ignored)
+        problem.highest_target = min(highest, LARGEST)
+    if comm is None or comm.size == 1 or isinstance(comm, FakeComm):
+        return problem.highest_target, 0, 0, 0
+    sample = to_host(_sample(problem)) if problem.sample is None else problem.sample.wait()
+    checksum = 0 if problem.alike is None else zlib.crc32(problem.alike.data)
+    hidden = 0 if problem.hidden is None else _checksum(problem.hidden)
+    return problem.highest_target, checksum, _checksum_of_sample(sample), hidden
 
 
 def _checksum(array: Any) -> int:
@@ -176,17 +224,20 @@ def _checksum(array: Any) -> int:
     return zlib.crc32(bits.data) if xp is np else number_of(bits.sum(dtype=np.uint64)) % 2**62
 
 
-def _sample(logits: Any, axis: int) -> int:
+def _sample(problem: Problem) -> Array:
+    """Return a few rows of a few logits each; no row if the ranks may pass the same."""
+    logits, axis = problem.sharded
+    if logits.size == 0 or problem.options.num_classes is not None:
+        return np.empty((0, 0))
+    index, classes_first = _sampled(logits.shape, axis)
+    return logits[index].T if classes_first else logits[index]
+
+
+def _checksum_of_sample(rows: HostArray) -> int:
     """Return a checksum of a few logits; 0 if none of these rows has two different finite values.
 
     Shards of different classes may then be equal, as logits are before the first step of a training.
     """
-    if logits.size == 0:
-        return 0
-    index, classes_first = _sampled(logits.shape, axis)
-    # On a GPU this waits for the work that fills the logits, as the merge of the shards must do anyway.
-    sample = to_host(logits[index])
-    rows = sample.T if classes_first else sample
     if not any(map(_has_two_values, rows)):
         return 0
     # The hash of a whole number is its remainder modulo a prime below 2^61, and faster than the operator.
@@ -194,7 +245,7 @@ def _sample(logits: Any, axis: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _sampled(shape: tuple[int, ...], axis: int) -> tuple[tuple[int | slice | None, ...], bool]:
+def _sampled(shape: Facts, axis: int) -> tuple[tuple[int | slice | None, ...], bool]:
     """Return the index of up to 29 classes of up to 5 rows along the longest other axis; True if classes come first.
 
     The strides are odd: with even ones, logits that repeat in every second class or row would look constant.
@@ -255,7 +306,7 @@ def _changed() -> RuntimeError:
 
 
 def _out_of_range(problem: Problem, num_classes: int, hint: bool) -> IndexError | None:
-    found: list[tuple[str, HostArray, tuple[int, ...], HostArray | bool]] = []
+    found: list[tuple[str, HostArray, Facts, HostArray | bool]] = []
     if problem.targets is not None:
         found.append((problem.targets_name, problem.targets, problem.targets_shape, problem.valid))
     if problem.members is not None:

@@ -236,7 +236,7 @@ def prepare_divergence(options: Options, student: Any, teacher: Any, **more: Any
 
 def _check(options: Options, student: Any, teacher: Any, **more: Any) -> Problem:
     beside = {"teacher": as_array(teacher, "teacher")}
-    problem = check(options, student, None, needs_targets=False, name="student", beside=beside, **more)
+    problem = check(options, student, None, needs_targets=False, later=True, name="student", beside=beside, **more)
     check_scale_is_near(problem.options)
     if options.beta != 0.5 and problem.options.direction != Direction.JENSEN_SHANNON:
         said = f"got beta = {options.beta} and direction = {problem.options.direction!r}"

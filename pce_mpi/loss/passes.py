@@ -22,7 +22,7 @@ from pce_mpi.comm.collectives import all_reduce, start_all_reduce
 from pce_mpi.comm.tracing import cause
 from pce_mpi.kernels import converted, host_kernel, kernel_of, sets_arithmetic
 from pce_mpi.kernels.interface import ROW_GRADIENT, ClassWeights, Pass, RowSoftmax, StateFields, Upstream
-from pce_mpi.loss.agreement import confirm
+from pce_mpi.loss.agreement import confirm, settle
 from pce_mpi.loss.options import Reduction
 from pce_mpi.loss.problem import Problem, check_out, rows_and_classes
 from pce_mpi.validation import check_floating_point
@@ -146,6 +146,7 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
     for logits in problem.logits, *problem.beside:
         x = rows_and_classes(logits, options.axis)
         parts.append(kernel.fill_states(x, problem.target_column, how, problem.class_weights, problem.class_start))
+    settle(problem)
     states = problem.xp.concatenate(parts) if problem.beside else parts[0]
     rows, class_weights = len(states), None
     needs_weights = fields.weighted_logit and not fields.weight

@@ -61,7 +61,9 @@ class Problem:
     those of a support.
 
     Class numbers may also be left to the GPU that has them: `targets` are then the caller's, flat, and `valid` is None.
-    Once the problem is placed, `wrong` tells whether one that counts is no class; `agreement.confirm` waits for it.
+    Once the problem is placed, `wrong` tells whether one that counts is no class; `agreement.confirm` waits for it. Or,
+    if other ranks have to know, `coming` is their copy on the host and `sample` that of a few logits, for
+    `agreement.settle`: `later` tells that it has to be called, `later_rows` that ranks of `batch_comm` do.
     """
 
     options: Options
@@ -94,6 +96,10 @@ class Problem:
     hidden: Array | None = None
     also: Mapping[str, Hashable] = field(default_factory=dict)
     wrong: Download | None = None
+    coming: Download | None = None
+    sample: Download | None = None
+    later: bool = False
+    later_rows: bool = False
 
     def place(self, class_start: int, num_classes: int) -> None:
         """Give this shard its place among all classes."""
@@ -101,7 +107,10 @@ class Problem:
         if cupy_of(self.targets) is not None:
             given = self.targets, self.options.ignore_index, class_start, num_classes
             self.target_column, self.counted, wrong = self.kernel.columns_of(*given)
-            self.wrong = Download(wrong)
+            if is_alone(self.options):
+                self.wrong = Download(wrong)
+            else:
+                self.coming = Download(self.targets)
             return
         if self.targets is not None:
             columns = self.targets - class_start
@@ -187,9 +196,8 @@ def check(
     """Return the checked arguments of a call, or raise for the first bad one. Communicates nothing.
 
     `with_gradient` allocates the gradient unless the caller passes `out`; with `whole_numbers` the logits may also be
-    integers or bool. With `later` class weights stay on their GPU, and class numbers may be checked there, if no other
-    rank needs to know: the caller calls `agreement.confirm`. `name` is that of the logits in messages, and `beside` has
-    more logits of their shape.
+    integers or bool. With `later` nothing waits for a GPU: the caller calls `agreement.settle` and `agreement.confirm`.
+    `name` is that of the logits in messages, and `beside` has more logits of their shape.
     """
     if options.batch_comm is not None:
         check_comm(options.batch_comm, options.batch_over)
@@ -229,8 +237,7 @@ def check(
     if targets is not None and is_floating(targets.dtype) and not needs_targets:
         raise ValueError(f"{options.operation} takes index targets, got probabilities")
     on_gpu = later and cupy_of(logits) is not None
-    checked_there = on_gpu and cupy_of(targets) is not None and is_alone(options)
-    class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index, checked_there)
+    class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index, on_gpu)
     if probabilities is not None and options.margin is not None:
         raise ValueError("margin is of the target alone, which must be a class number, got probabilities")
     if weight is not None:
@@ -264,6 +271,7 @@ def check(
         sharded=(logits, axis),
         targets_shape=rows_shape,
         beside=tuple(beside.values()),
+        later=on_gpu and _is_told_later(options, class_numbers),
     )
 
 
@@ -272,7 +280,7 @@ def _check_targets(
 ) -> tuple[Array | None, Array | None]:
     """Return (rows,) class numbers, or probabilities shaped as the logits; neither if `targets` is None.
 
-    Class numbers are int64 on the host, or with `on_gpu` as they are.
+    Class numbers are int64 on the host, or with `on_gpu` as they are there.
     """
     if targets is None:
         return None, None
@@ -282,7 +290,9 @@ def _check_targets(
                 f"index targets must have the logits' shape without the class axis, {rows_shape}, got {targets.shape}"
                 + ("; probabilities must be floating-point" if targets.shape == logits.shape else "")
             )
-        return targets.reshape(-1) if on_gpu else class_numbers_of(targets, "targets"), None
+        stay = on_gpu and cupy_of(targets) is not None
+        flat = array_namespace(targets).ascontiguousarray(targets).reshape(-1) if stay else None
+        return class_numbers_of(targets, "targets") if flat is None else flat, None
     if not is_floating(targets.dtype):
         raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
     if targets.shape != logits.shape:
@@ -298,6 +308,13 @@ def _check_targets(
 def is_alone(options: Options) -> bool:
     """Return whether no other rank takes part in a call."""
     return all(comm is None or comm.size == 1 for comm in (options.comm, options.batch_comm))
+
+
+def _is_told_later(options: Options, class_numbers: Array | None) -> bool:
+    """Return whether other ranks have to know these class numbers, which are on a GPU, or a sample of such logits."""
+    if cupy_of(class_numbers) is not None:
+        return not is_alone(options)
+    return options.num_classes is None and options.comm is not None and options.comm.size > 1
 
 
 def class_numbers_of(array: Array, name: str) -> HostArray:

@@ -263,7 +263,7 @@ def _check(options: Options, logits: Any, targets: Any) -> tuple[Problem, Suppor
     logits, outside = as_array(logits, "logits"), Outside.named(options.outside)
     targets = None if targets is None else as_array(targets, "targets")
     several = targets is not None and targets.dtype.kind in "iu" and targets.ndim == logits.ndim
-    later = options.support is None
+    later = options.support is None and not several
     problem = check(options, logits, None if several else targets, needs_targets=False, later=later)
     if several:
         if not fits_several(problem, targets):

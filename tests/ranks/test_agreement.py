@@ -825,11 +825,14 @@ def test_error_on_one_rank_reaches_grid(comm, function):
             assert f"(rank {row_group} of batch_comm)" in text or grid.row_groups == 1
 
 
-def test_target_out_of_range_reaches_grid(comm):
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "gpu"])
+def test_target_out_of_range_reaches_grid(comm, cupy, on_gpu):
     for grid in grids(comm):
         arguments = grid.arguments()
         if grid.row_group == grid.row_groups - 1:
             arguments["targets"] = np.full_like(arguments["targets"], CLASSES)
+        if on_gpu:
+            arguments |= {name: cupy.asarray(arguments[name]) for name in ("logits", "targets")}
         said = f"targets[0] = 16 is outside [0, 16) {ranks_text(*range(grid.comm.size))}"
         text = grid.assert_refused(pce.softmax_cross_entropy, arguments, IndexError, said)
         assert f"(rank {grid.row_groups - 1} of batch_comm)" in text or grid.row_groups == 1

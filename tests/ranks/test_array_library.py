@@ -231,6 +231,15 @@ def test_gpu_sends_class_numbers_and_states_only(comm, cupy, crossed, targets, r
     assert 0 < sample <= 29 * 5 * logits.itemsize if comm.size > 1 and logits.size else sample == 0
 
 
+def noted(monkeypatch, *functions):
+    """The names of functions, pairs of what has them and their name, in the order of their calls from now on."""
+    called = []
+    for owner, name in functions:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, n=name, c=call, **more: (called.append(n), c(*a, **more))[1])
+    return called
+
+
 @pytest.mark.parametrize(
     ("targets", "options"),
     [("index", {}), ("index", {"weight": True, "z_loss": 0.1}), ("index", {"softcap": 3.0}), ("probabilities", {})],
@@ -239,13 +248,8 @@ def test_gpu_sends_class_numbers_and_states_only(comm, cupy, crossed, targets, r
 def test_logits_on_gpu_are_read_twice(comm, cupy, monkeypatch, targets, options):
     problem = draw(3, NARROW, targets=targets, **options)
     logits, chosen, options = on_device(cupy, problem, part_of(comm, problem, "uneven"))
-    kernel, started = kernels.kernel_of(logits), []
-
-    def noting(name, call):
-        return lambda *given, **more: (started.append(name), call(*given, **more))[1]
-
-    for name in ("fill_states", "write_gradient"):
-        monkeypatch.setattr(kernel, name, noting(name, getattr(kernel, name)))
+    kernel = kernels.kernel_of(logits)
+    started = noted(monkeypatch, (kernel, "fill_states"), (kernel, "write_gradient"))
     pce.softmax_cross_entropy_value_and_grad(logits, chosen, comm=comm, **options)
     assert started == ["fill_states", "write_gradient"]
 
@@ -259,7 +263,56 @@ def test_gpu_sends_what_the_host_sends(comm, cupy):
     with pce.trace() as on_gpu:
         logits, targets, options = on_device(cupy, problem, part)
         pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
-    assert on_gpu.events == on_host.events
+    agreement, *others = on_host.events
+    assert on_gpu.events == [agreement] * min(comm.size, 2) + others
+    with pce.trace() as without_waiting:
+        pce.softmax_cross_entropy(logits, cupy.asnumpy(targets), comm=comm, num_classes=NARROW)
+    assert len(without_waiting.events) == len(on_host.events)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight": True}, {"targets": "probabilities"}], ids=str)
+def test_nobody_waits_before_states_are_launched(comm, stand_in, monkeypatch, options):
+    problem = draw(6, NARROW, **options)
+    logits, targets, options = on_device(stand_in, problem, part_of(comm, problem, "uneven"))
+    kernel, stream = kernels.kernel_of(logits), stand_in.cuda.get_current_stream()
+    names = (kernel, "fill_states"), (kernel, "write_gradient"), (stream, "synchronize")
+    happened = noted(monkeypatch, *names)
+    pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm, **options)
+    alone = ["fill_states", "write_gradient"] + ["synchronize"] * (targets.ndim == 1)
+    assert happened[:3] == (alone if comm.size == 1 else ["fill_states", "synchronize", "synchronize"])
+    calls = [partial(pce.kl_divergence, logits, logits)]
+    if "weight" not in options:
+        calls.append(partial(pce.class_statistics, logits, targets if targets.ndim == 1 else None))
+    for call in calls:
+        happened.clear()
+        call(comm=comm)
+        assert happened[0] == "fill_states"
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("wrong", ["", "number", "other numbers", "unsigned", "shards"])
+@pytest.mark.parametrize("on_gpu", ["all", "first", "last"])
+def test_ranks_agree_on_class_numbers_of_gpus(comm, cupy, on_gpu, wrong):
+    logits, targets = np.random.default_rng(6).standard_normal((5, NARROW), np.float32), np.array([0, 18, -100, 7, 4])
+    if wrong == "unsigned":
+        targets = targets.astype(np.uint64)  # which -100 is not
+    elif comm.rank == comm.size - 1:
+        targets[3] = {"number": -5, "other numbers": 8}.get(wrong, 7)
+    logits = logits if wrong == "shards" else np.roll(logits, comm.rank, axis=1)
+    is_there = on_gpu == "all" or comm.rank == {"first": 0, "last": comm.size - 1}[on_gpu]
+    there = cupy.asarray(logits), cupy.asarray(targets) if is_there else targets
+    both = partial(pce.softmax_cross_entropy_value_and_grad, comm=comm)
+    on_host, found = (error_of(partial(both, *arrays)) for arrays in ((logits, targets), there))
+    # Ranks with such numbers on the host tell them before the others do.
+    cut = " (rank" if wrong == "unsigned" and on_gpu != "all" else "\n"
+    assert found[0] == on_host[0]
+    assert found[1].split(cut)[0] == on_host[1].split(cut)[0]
+    fails = bool(wrong) and (comm.size > 1 or wrong in ("number", "unsigned"))
+    assert (on_host[0] != "") == fails
+    assert cupy.asnumpy(there[0]).tobytes() == logits.tobytes()
+    if not fails:
+        for ours, theirs in zip(both(*there), both(logits, targets), strict=True):
+            assert cupy.asnumpy(ours).tobytes() == theirs.tobytes()
 
 
 WRONG = {
