@@ -337,7 +337,7 @@ BAD = [
             f"margin must be three numbers, (m1, m2, m3), as (1, 0.5, 0) for ArcFace, got {margin!r}",
             {"margin": margin},
         )
-        for margin in (0.5, (1.0, 0.5), "1.0", {1.0, 0.5, 0.0})
+        for margin in (0.5, (1.0, 0.5), "1.0", {1.0, 2.0, 0.0})
     ),
     Wrong(TypeError, "margin[1] must be a real number, got '0.5'", {"margin": (1.0, "0.5", 0.0)}),
     Wrong(ValueError, "margin[0] must be at most 1000 by size, got nan", {"margin": (np.nan, 0.5, 0.0)}),
