@@ -190,9 +190,10 @@ class Mesh:
         Collective over the mesh when these dims are asked for first: one Allgather of 56 bytes, and the making of the
         communicator.
         """
-        if dims in self._comms:
+        try:
             return self._comms[dims]
-        unknown = [dim for dim in dims if dim not in self.dims]
+        except (KeyError, TypeError):  # there is none yet, or a name is a list
+            unknown = [dim for dim in dims if dim not in [*self.dims]]
         if unknown:
             raise ValueError(f"the mesh has no dim {unknown[0]!r}; its dims are {', '.join(self.dims)}")
         key = tuple(dim for dim in self.dims if dim in dims)

@@ -60,6 +60,8 @@ def test_mesh_takes_whole_sizes_and_free_names(comm):
         assert repr(mesh) == f"Mesh(comm=1, self={comm.size}, array=1)"
         with pytest.raises(ValueError, match="the mesh has no dim 'rows'; its dims are comm, self, array"):
             mesh.comm("self", "rows")
+        with pytest.raises(ValueError, match=r"the mesh has no dim \['self'\]; its dims are comm, self, array"):
+            mesh.comm(["self"])
     assert mesh != Mesh(comm, comm=1, self=comm.size, array=1)
 
 
