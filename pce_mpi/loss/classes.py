@@ -24,7 +24,7 @@ from pce_mpi.gpu import check_on_current_gpu
 from pce_mpi.kernels import converted, kernel_of
 from pce_mpi.kernels.classes import order
 from pce_mpi.kernels.interface import NO_CLASS
-from pce_mpi.loss.agreement import agree_on
+from pce_mpi.loss.agreement import agree_on, settle
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.passes import PassResiduals
 from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, rows_and_classes, upstream_of
@@ -135,7 +135,7 @@ def chosen_logits(options: Options, logits: Any, ids: Any) -> tuple[Array, Chose
     """Return the results of `take_classes_forward`; collective over `options.comm`."""
 
     def check_arguments() -> Problem:
-        problem = check(options, logits, None, needs_targets=False)
+        problem = check(options, logits, None, needs_targets=False, later=True)
         check_several(problem, as_array(ids, "ids"), "ids")
         if not problem.all_valid:  # -100 is no class either
             problem.valid, problem.highest_target = np.ones(problem.valid.shape, np.bool_), LARGEST
@@ -181,6 +181,7 @@ def all_logits(problem: Problem, columns: HostArray) -> Array:
     """
     options = problem.options
     bits = problem.kernel.taken(problem.logits, options.axis, columns)
+    settle(problem)
     if options.comm is not None:
         with cause(options.operation, options.over, "the logits of chosen classes, each from the rank that has it"):
             bits = all_reduce(bits, options.comm, "sum", overwrite=True)
@@ -245,6 +246,7 @@ def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
     # Numbers of 8 bytes, which have all those of the logits.
     dtype: Any = np.uint64 if kind == "u" else np.int64 if kind in "ib" else np.float64
     values, columns = problem.kernel.largest_of(rows, count)
+    settle(problem)
     values, classes = values.astype(dtype, copy=False), columns + problem.class_start
     if options.comm is not None:
         candidates = xp.empty((len(rows), 2, k), np.int64)
@@ -266,7 +268,7 @@ def largest(options: Options, logits: Any, k: int) -> tuple[Array, Array]:
 
 
 def _check(options: Options, logits: Any, k: Any) -> Problem:
-    problem = check(options, logits, None, needs_targets=False, whole_numbers=True)
+    problem = check(options, logits, None, needs_targets=False, later=True, whole_numbers=True)
     problem.also = {"k": checked_k(k)}
     return problem
 
