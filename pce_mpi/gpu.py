@@ -66,6 +66,8 @@ def from_pinned(host: np.ndarray[Any, Any], like: Any) -> Any:
 class Download:
     """A copy of a CuPy array to the host, under way behind the work that fills the array."""
 
+    _end: Any = None
+
     def __init__(self, array: Any) -> None:
         self.array, self._host = array, pinned(array.shape, array.dtype)
         array.get(out=self._host, blocking=False)
@@ -74,8 +76,13 @@ class Download:
 
     def wait(self) -> np.ndarray[Any, Any]:
         """Return the copy, once it is there; work that came later goes on."""
-        self._end.synchronize()
+        end, self._end = self._end, None
+        if end is not None:
+            end.synchronize()
         return self._host
+
+    def __del__(self) -> None:
+        self.wait()  # or others would have the memory while it is written to
 
 
 def finish_work(array: Any) -> None:

@@ -56,7 +56,7 @@ class ndarray:
 
     def get(self, out=None, blocking=True):
         if not blocking:
-            STREAM.brings(self._array.copy(), out)
+            STREAM.brings(self._array, out)
             return out
         STREAM.synchronize()
         if out is None:
@@ -160,17 +160,17 @@ class Stream:
     def synchronize(self):
         self.busy = False
         self._read.clear()
-        for content, out in self._arriving:
-            out[...] = content
+        for content, address in self._arriving:
+            ctypes.memmove(address, content, len(content))
         self._arriving.clear()
 
-    def brings(self, content, out):
-        """Copy to the host, where it is once somebody has waited."""
-        self.busy = True
-        self._arriving.append((content, out))
+    def brings(self, array, out):
+        """Copy to pinned memory, where it is once somebody has waited."""
+        self.reads(out)
+        self._arriving.append((array.tobytes(), out.ctypes.data))
 
     def reads(self, host):
-        """Pinned memory is being copied from, until somebody waits; other memory has been by now, as CUDA does it."""
+        """Pinned memory is being copied, until somebody waits; other memory has been by now, as CUDA does it."""
         self.busy = True
         while isinstance(host, np.ndarray):
             host = host.base
@@ -192,7 +192,7 @@ class Pinned:
 
     def __del__(self):
         if STREAM.is_reading(self.address):
-            STREAM.mistakes.append("pinned memory was given up while a copy from it was under way")
+            STREAM.mistakes.append("pinned memory was given up while a copy from it or to it was under way")
         self.block[...] = 0xA5
         FREE[self.block.size].append(self.block)
 

@@ -5,6 +5,7 @@ other; the kernels are those for GPUs, compiled for the host. The numbers are th
 """
 
 from functools import partial
+import gc
 
 import ml_dtypes
 import numpy as np
@@ -288,6 +289,15 @@ def test_nobody_waits_before_states_are_launched(comm, stand_in, monkeypatch, op
         happened.clear()
         call(comm=comm)
         assert happened[0] in first
+
+
+def test_failed_call_keeps_memory_that_is_written_to(comm, stand_in, monkeypatch):
+    problem = draw(6, NARROW)
+    logits, targets, _ = on_device(stand_in, problem, part_of(comm, problem, "uneven"))
+    monkeypatch.setattr(kernels.kernel_of(logits), "fill_states", lambda *_: [][0])
+    assert error_of(lambda: pce.softmax_cross_entropy(logits, targets, comm=comm))[0] == "IndexError"
+    gc.collect()
+    assert stand_in.cuda.get_current_stream().mistakes == []
 
 
 @pytest.mark.ranks(1, 2, 3)
