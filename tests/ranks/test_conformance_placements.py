@@ -79,6 +79,7 @@ PLANTED = [
         for each in ("norm", "logsumexp")
     ),
     Planted(wrong.MeanOfMeans, "mean", "uneven-shards", "the ranks' values of the mean are averaged, however many"),
+    Planted(wrong.MeansMerged, "mean", "infinities", "means are merged by their differences, and inf less inf is nan"),
     Planted(wrong.SumForMean, "mean", "random/float32", "the sum is not divided by the number of elements"),
     Planted(
         wrong.SumsInHalves,

@@ -131,7 +131,7 @@ def _sizes(book: Textbook) -> tuple[Array, Array, Array]:
 
 
 def _faults(b: Textbook) -> Faults:
-    """Yield answers that reduce nothing, or another way; PyTorch's Partial and `torch.distributed.nn`, first drafts."""
+    """Yield answers that reduce nothing, or another way; PyTorch's Partial and `torch.distributed.nn`, Heat, drafts."""
     conventions, right = b.problem.conventions, b.problem.row_major(b.problem.expected[1])
     name, ranks, g = conventions["computes"], b.problem.ranks, b.g[:, None]
     parts = [_of(b.x[:, b.in_shard(rank)], conventions) for rank in range(ranks)]
@@ -156,6 +156,10 @@ def _faults(b: Textbook) -> Faults:
                 total = reduce(np.add, order, np.zeros((), b.problem.dtype)).astype(np.float64)
                 yield text, Given((total / divisor,), None)
     if name == "mean":
+        lengths, stops = np.diff(b.problem.splits), b.problem.splits[1:]
+        merged = reduce(lambda mean, r: mean + (own[r] - mean) * lengths[r] / stops[r], range(1, ranks), own[0])
+        if lengths.all():
+            yield "means are merged by their differences, and inf less inf is nan", Given((merged,), None)
         yield "the sum is not divided by the number of elements", Given((b.x.sum(axis=-1),), np.ones_like(b.x) * g)
     if name == "prod":
         yield _MULTIPLIED, Given(None, g**ranks + 0 * b.x)
