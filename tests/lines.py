@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_523,
+    "package, Python": 24_546,
     "package, C++ and CUDA": 5_414,
-    "package, lines of docstrings": 8_611,
+    "package, lines of docstrings": 8_614,
     "package, files of Python": 191,
-    "tests, Python": 37_522,
+    "tests, Python": 37_523,
 }
 
 SUFFIXES = {

@@ -43,6 +43,8 @@ def shared(comm, mine):
         "nucleus": pce.nucleus(y[:, mine], top_p=0.9, comm=comm),
         "chosen": pce.take_classes(x[:, mine], targets[:, None], comm=comm),
     }
+    # States of more than 2^20 bytes
+    found["many rows"] = pce.softmax_cross_entropy(np.tile(x[:, mine], (4500, 1)), np.tile(targets, 4500), comm=comm)
     more = {"targets": targets, "comm": comm, "chunk": 4}
     statistics = pce.linear_class_statistics(np.eye(ROWS, dtype=np.float32), y[:, mine], **more)
     return found | {"linear": statistics}
