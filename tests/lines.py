@@ -19,7 +19,7 @@ LIMITS = {
     "package, C++ and CUDA": 5_414,
     "package, lines of docstrings": 8_614,
     "package, files of Python": 191,
-    "tests, Python": 37_523,
+    "tests, Python": 37_540,
 }
 
 SUFFIXES = {

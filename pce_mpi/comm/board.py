@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-_TAG = 2
+# Open MPI sends the messages of Create_group under the tag that it is given: one that nobody listens for.
+_TAG, _GROUP_TAG = 2, 3
 _NAP = 0.0002
 # How long ranks that wait listen for each other, before one of them says who waits.
 _LISTENING_SECONDS = 0.5
@@ -174,7 +175,7 @@ class Board:
         if have_left or len({position for *_, position, _ in arrived.values()}) > 1:
             group = self.comm.group
             try:
-                self.comm = self.comm.Create_group(group, _TAG)  # no collective of a communicator that cannot go on
+                self.comm = self.comm.Create_group(group, _GROUP_TAG)  # no collective, as one cannot go on
             except mpi().Exception as error:
                 raise CollectiveTimeout(str(out_of_communicators(operation, error))) from error
             group.Free()

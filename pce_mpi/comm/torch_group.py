@@ -113,8 +113,8 @@ def _merged(of_ranks: HostArray, merge: Merge) -> HostArray:
     return first
 
 
-# From so many bytes of a rank on, an array is merged in blocks: of 3 ranks or more on one host that takes less time than
-# to gather what all of them have, and takes the memory of 2 such arrays on any number of ranks.
+# From so many bytes of a rank on, an array is merged in blocks: on one host that takes less time from 3 ranks on, and
+# the memory of 2 such arrays on any number of ranks.
 _LARGE = 1 << 20
 
 # Process groups that cannot be used any more, and the reasons: a `TorchGroup` is made anew in each call.
@@ -173,7 +173,7 @@ class Pending:
 
 
 class Blocks:
-    """A reduction that was started: each rank gets a block of every rank's array and merges them, and all gather these."""
+    """A reduction that was started: each rank merges a block of every rank's array, and all gather what it gives."""
 
     def __init__(self, group: TorchGroup, operation: str, mine: HostArray, result: HostArray, merge: Merge) -> None:
         import torch

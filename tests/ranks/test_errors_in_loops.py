@@ -12,6 +12,7 @@ import pytest
 
 import pce_mpi
 from pce_mpi import Partial, Replicate
+from pce_mpi.comm.board import Board
 from pce_mpi.jobs.patience import slowdown
 from ranks.grids import LINE_AND_GRID
 
@@ -103,6 +104,26 @@ def test_no_rank_takes_numbers_of_another_step(comm, attempts, grid, seed, monke
     for _, _, end, _ in everywhere:
         assert not end or "mesh.attempt()" in end or "PCE_MPI_TIMEOUT" in end
     alone.Free()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_late_rank_hears_nothing_of_the_library(comm, several, impatient, monkeypatch):
+    # Under Open MPI a rank that makes the next communicator sends messages of the library to those that come after it.
+    def wait_and_listen(board: Board, *arguments: Any) -> Any:
+        said = wait_for(board, *arguments)
+        for _ in range(20 if comm.rank == 0 else 0):
+            time.sleep(0.01)
+            board._listen()
+        return said
+
+    wait_for = Board._wait_for
+    monkeypatch.setattr(Board, "_wait_for", wait_and_listen)
+    mesh = pce.Mesh(comm, data=comm.size)
+    with pytest.raises(ValueError, match="a bad batch"), mesh.attempt():
+        if comm.rank == 0:
+            raise ValueError("a bad batch")
+        pce.from_local(np.ones(2), mesh, data=Partial("sum")).full()
+    assert pce.from_local(np.ones(1), mesh, data=Partial("sum")).full() == comm.size
 
 
 @pytest.mark.ranks(2, 3, 4)
