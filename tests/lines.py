@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 LIMITS = {
     "package, Python": 24_546,
-    "package, C++ and CUDA": 5_414,
+    "package, C++ and CUDA": 5_417,
     "package, lines of docstrings": 8_614,
     "package, files of Python": 191,
     "tests, Python": 37_540,
