@@ -15,9 +15,9 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_546,
+    "package, Python": 24_560,
     "package, C++ and CUDA": 5_417,
-    "package, lines of docstrings": 8_614,
+    "package, lines of docstrings": 8_621,
     "package, files of Python": 191,
     "tests, Python": 37_540,
 }

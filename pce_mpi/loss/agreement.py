@@ -25,12 +25,13 @@ from pce_mpi.gpu import Download
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import host_kernel, kernel_of, sets_arithmetic
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, target_text
+from pce_mpi.loss.problem import LARGEST, Pending, Problem, check, class_numbers_of, target_text
 from pce_mpi.validation import check_floating_point
 
 Facts = tuple[int, ...]
 # In place of `_values` that are told later; the highest target is none.
 _LATER = -1, 0, 0, 0
+_NOTHING = Pending()
 
 
 def prepare(options: Options, logits: Any, targets: Any = None, **more: Any) -> Problem:
@@ -69,10 +70,12 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
     with local_checks() as checks:
         problem = _place(options, problem, facts, error)
     call = _call(options, problem, {} if problem is None else {"num_classes": problem.num_classes})
-    facts = (problem is not None and problem.later,)
+    facts = (problem is not None and problem.pending is not None and problem.pending.over_classes,)
     (later,) = _agree_over_rows(options, call, checks.error, facts)
     assert problem is not None  # its error would have been raised by now
-    problem.later_rows = any(later)
+    if any(later):
+        problem.pending = problem.pending or Pending()
+        problem.pending.over_rows = True
     return problem
 
 
@@ -86,24 +89,25 @@ def settle(problem: Problem) -> None:
 
     Collective over `comm` and `batch_comm`: one Allgather of 56 bytes over each, if one of its ranks has such arrays.
     """
-    if not (problem.later or problem.later_rows):
+    pending = problem.pending
+    if pending is None or not (pending.over_classes or pending.over_rows):
         return
     options, comm = problem.options, problem.options.comm
     call = Signature(options.operation, {})
     facts: Facts = ()
     with local_checks() as checks:
-        if problem.later and comm is None:
+        if pending.over_classes and comm is None:
             _check_values(problem, problem.num_classes, *((fact,) for fact in _values(problem)))
-        elif problem.later:
+        elif pending.over_classes:
             with local_checks() as own:
                 facts = _values(problem)
             said = agree_on_call(comm, call, facts, error=own.error, over=options.over)
             _check_values(problem, problem.num_classes, *said)
-    if problem.later_rows:
+    if pending.over_rows:
         _agree_over_rows(options, call, checks.error)
     elif checks.error is not None:
         raise checks.error
-    problem.later = problem.later_rows = False
+    pending.over_classes = pending.over_rows = False
 
 
 def confirm(problem: Problem) -> None:
@@ -111,10 +115,13 @@ def confirm(problem: Problem) -> None:
 
     It is called after the last launch, or before a launch that cannot leave what it writes as it was.
     """
-    found, problem.wrong = problem.wrong, None
-    if found is not None and found.wait()[0]:
-        problem.coming, problem.later = Download(problem.targets), True
-        problem.later_rows = problem.options.batch_comm is not None
+    found = problem.wrong
+    if found is None:
+        return
+    problem.pending = None
+    if found.wait()[0]:
+        has_rows = problem.options.batch_comm is not None
+        problem.pending = Pending(numbers=Download(problem.targets), over_classes=True, over_rows=has_rows)
         settle(problem)
         raise _changed()
 
@@ -146,7 +153,7 @@ def _place(options: Options, problem: Problem | None, facts: Facts, error: Excep
     if isinstance(comm, FakeComm):
         problem.place(0, asked or 0)
         return problem
-    starts, counts, *values = said
+    starts, counts, highest, *others = said
     num_classes = sum(counts)
     if options.num_classes is not None and num_classes != options.num_classes:
         wrong = f"num_classes = {options.num_classes}, but"
@@ -160,12 +167,14 @@ def _place(options: Options, problem: Problem | None, facts: Facts, error: Excep
         starts = tuple(accumulate(counts, initial=0))
     else:
         _check_ranges(starts, counts, over)
-    problem.shards, problem.later = (starts, counts), min(values[0]) == _LATER[0]
-    if not problem.later:
-        _check_values(problem, num_classes, *values)
+    problem.shards, later = (starts, counts), _LATER[0] in highest
+    if later:
+        problem.pending = problem.pending or Pending(over_classes=True)
+    else:
+        _check_values(problem, num_classes, highest, *others)
     problem.place(starts[0 if comm is None else comm.rank], num_classes)
-    if problem.later and cupy_of(sample := _sample(problem)) is not None:
-        problem.sample = Download(problem.xp.ascontiguousarray(sample))
+    if problem.pending and later and cupy_of(sample := _sample(problem)) is not None:
+        problem.pending.sample = Download(problem.xp.ascontiguousarray(sample))
     return problem
 
 
@@ -193,7 +202,7 @@ def _facts(problem: Problem) -> Facts:
     They are the first class (-1: not given), the number of classes, and `_values`, or that these are told later.
     """
     start = problem.options.class_start
-    known = _LATER if problem.later else _values(problem)
+    known = _values(problem) if problem.pending is None else _LATER
     return -1 if start is None else operator.index(start), problem.classes, *known
 
 
@@ -204,14 +213,15 @@ def _values(problem: Problem) -> Facts:
     the other ranks may pass the same), and one of `hidden` in linear functions.
     """
     comm = problem.options.comm
-    if problem.coming is not None:
-        numbers = class_numbers_of(problem.coming.wait().reshape(problem.targets_shape), problem.targets_name)
+    pending = problem.pending or _NOTHING
+    if pending.numbers is not None:
+        numbers = class_numbers_of(pending.numbers.wait().reshape(problem.targets_shape), problem.targets_name)
         problem.targets, ignored = numbers, problem.options.ignore_index
         problem.valid, _, highest = kernel_of(numbers).valid_rows(numbers, ignored)
         problem.highest_target = min(highest, LARGEST)
     if comm is None or comm.size == 1 or isinstance(comm, FakeComm):
         return problem.highest_target, 0, 0, 0
-    sample = to_host(_sample(problem)) if problem.sample is None else problem.sample.wait()
+    sample = to_host(_sample(problem)) if pending.sample is None else pending.sample.wait()
     checksum = 0 if problem.alike is None else zlib.crc32(problem.alike.data)
     hidden = 0 if problem.hidden is None else _checksum(problem.hidden)
     return problem.highest_target, checksum, _checksum_of_sample(sample), hidden

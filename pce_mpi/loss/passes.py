@@ -100,17 +100,15 @@ class Residuals(PassResiduals):
     loss_shape: tuple[int, ...]
 
 
-def forward(problem: Problem) -> tuple[Array, Residuals]:
-    """Return the loss and the residuals; collective over the communicators of `problem`."""
-    found = _launched(problem)
-    confirm(problem)
-    return found
+def forward(problem: Problem, *, confirmed: bool = True) -> tuple[Array, Residuals]:
+    """Return the loss and the residuals; collective over the communicators of `problem`.
 
-
-def _launched(problem: Problem) -> tuple[Array, Residuals]:
-    """Return the results of `forward`, without its `confirm`."""
+    Unless `confirmed`, the caller calls `confirm`.
+    """
     softmax = row_softmax(problem, loss_fields(problem))
     loss, divisor = reduced(problem, row_losses(problem, softmax))
+    if confirmed:
+        confirm(problem)
     return loss, Residuals(problem, softmax, divisor, loss.shape)
 
 
@@ -118,7 +116,7 @@ def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     """Return the loss and the gradient, in `problem.out`; collective over the communicators of `problem`."""
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
-    loss, residuals = _launched(problem)
+    loss, residuals = forward(problem, confirmed=False)
     if problem.wrong is not None:
         out = rows_and_classes(gradient, problem.options.axis)
         if not (shares_memory(out, gradient) and problem.kernel.is_written_in_place(out)):

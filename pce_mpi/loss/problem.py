@@ -41,6 +41,22 @@ _TERMS = LossTerms._fields[2:]  # options by their names; those before are of la
 
 
 @dataclass(kw_only=True, eq=False)
+class Pending:
+    """What the host has yet to hear of the values of arrays on a GPU.
+
+    `wrong` tells whether a class number that counts is no class; `agreement.confirm` waits for it. Or, if other ranks
+    have to know, `numbers` are a copy of the class numbers and `sample` one of a few logits, for `agreement.settle`, in
+    which the ranks of the class communicator take part if `over_classes`, and those of `batch_comm` if `over_rows`.
+    """
+
+    wrong: Download | None = None
+    numbers: Download | None = None
+    sample: Download | None = None
+    over_classes: bool = False
+    over_rows: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
 class Problem:
     """The checked arguments of one call.
 
@@ -61,9 +77,7 @@ class Problem:
     those of a support.
 
     Class numbers may also be left to the GPU that has them: `targets` are then the caller's, flat, and `valid` is None.
-    Once the problem is placed, `wrong` tells whether one that counts is no class; `agreement.confirm` waits for it. Or,
-    if other ranks have to know, `coming` is their copy on the host and `sample` that of a few logits, for
-    `agreement.settle`: `later` tells that it has to be called, `later_rows` that ranks of `batch_comm` do.
+    `pending` has what is not known yet. One field for it: from 31 on Python 3.11 makes an instance more slowly.
     """
 
     options: Options
@@ -95,22 +109,18 @@ class Problem:
     beside: tuple[Array, ...] = ()
     hidden: Array | None = None
     also: Mapping[str, Hashable] = field(default_factory=dict)
-    wrong: Download | None = None
-    coming: Download | None = None
-    sample: Download | None = None
-    later: bool = False
-    later_rows: bool = False
+    pending: Pending | None = None
 
     def place(self, class_start: int, num_classes: int) -> None:
         """Give this shard its place among all classes."""
         self.class_start, self.num_classes = class_start, num_classes
-        if cupy_of(self.targets) is not None:
+        if type(self.targets) is not np.ndarray and cupy_of(self.targets) is not None:
             given = self.targets, self.options.ignore_index, class_start, num_classes
             self.target_column, self.counted, wrong = self.kernel.columns_of(*given)
-            if is_alone(self.options):
-                self.wrong = Download(wrong)
+            if self.pending is None:
+                self.pending = Pending(wrong=Download(wrong))
             else:
-                self.coming = Download(self.targets)
+                self.pending.numbers = Download(self.targets)
             return
         if self.targets is not None:
             columns = self.targets - class_start
@@ -121,6 +131,11 @@ class Problem:
             self.target_column, self.counted = self._uploaded(self.target_column)
         elif not self.all_valid:
             self.counted = self.xp.asarray(self.valid)
+
+    @property
+    def wrong(self) -> Download | None:
+        """Whether a class number that counts is no class, if a GPU is to tell."""
+        return None if self.pending is None else self.pending.wrong
 
     @property
     def alike(self) -> HostArray | None:
@@ -236,7 +251,7 @@ def check(
         raise TypeError("targets are missing")
     if targets is not None and is_floating(targets.dtype) and not needs_targets:
         raise ValueError(f"{options.operation} takes index targets, got probabilities")
-    on_gpu = later and cupy_of(logits) is not None
+    on_gpu = later and type(logits) is not np.ndarray and cupy_of(logits) is not None
     class_numbers, probabilities = _check_targets(targets, logits, rows_shape, ignore_index, on_gpu)
     if probabilities is not None and options.margin is not None:
         raise ValueError("margin is of the target alone, which must be a class number, got probabilities")
@@ -271,7 +286,7 @@ def check(
         sharded=(logits, axis),
         targets_shape=rows_shape,
         beside=tuple(beside.values()),
-        later=on_gpu and _is_told_later(options, class_numbers),
+        pending=Pending(over_classes=True) if on_gpu and _is_told_later(options, class_numbers) else None,
     )
 
 
