@@ -90,7 +90,7 @@ run: what-run-takes $(installed)/examples
 what-run-takes:
 	@echo 'make run trains a language model on $(or $(N),2) ranks: a minute on 2 idle cores, with 0.4 GB of memory a rank.'
 	@echo 'The first time it also installs 0.3 GB into $(VENV), of which PyPI sends 0.1, and compiles the loss for this'
-	@echo 'machine: 2 minutes more. On cores that have more to do, all of it takes several times as long.'
+	@echo 'machine: a minute more. On cores that have more to do, all of it takes several times as long.'
 
 check: $(installed)/package
 	$(bin)/mpiexec -n $(or $(N),2) $(bin)/python -m pce_mpi check

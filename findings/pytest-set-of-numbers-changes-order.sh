@@ -26,4 +26,9 @@ collected() {
 first=$(collected) second=$(collected) third=$(collected)
 python3 --version
 printf 'session %s: %s\n' 1 "$first" 2 "$second" 3 "$third"
-[[ $first == "[0.5] [1.0] [0.0]" && $second == "[0.0] [0.5] [1.0]" && $third == "$second" ]]
+[[ $first == "[0.5] [1.0] [0.0]" && $second == "[0.0] [0.5] [1.0]" && $third == "$second" ]] ||
+    { echo "the behaviour has changed"; exit 1; }
+# Seen:
+# session 1: [0.5] [1.0] [0.0]
+# session 2: [0.0] [0.5] [1.0]
+# session 3: [0.0] [0.5] [1.0]

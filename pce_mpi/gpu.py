@@ -66,12 +66,14 @@ def from_pinned(host: np.ndarray[Any, Any], like: Any) -> Any:
 class Download:
     """A copy of a CuPy array to the host, under way behind the work that fills the array."""
 
+    _host: Any = None
     _end: Any = None
 
     def __init__(self, array: Any) -> None:
-        self.array, self._host = array, pinned(array.shape, array.dtype)
+        self.array, end = array, array_namespace(array).cuda.Event(disable_timing=True)
+        self._host = pinned(array.shape, array.dtype)
         array.get(out=self._host, blocking=False)
-        self._end = array_namespace(array).cuda.Event(disable_timing=True)
+        self._end = end
         self._end.record()
 
     def wait(self) -> np.ndarray[Any, Any]:

@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_560,
+    "package, Python": 24_569,
     "package, C++ and CUDA": 5_417,
-    "package, lines of docstrings": 8_621,
+    "package, lines of docstrings": 8_625,
     "package, files of Python": 191,
-    "tests, Python": 37_540,
+    "tests, Python": 37_548,
 }
 
 SUFFIXES = {

@@ -168,7 +168,9 @@ class Channel:
                 self.board.say_who_waits(operation, start)
             elif not said_so and time.monotonic() > start + self._notice:
                 said_so = True
-                say(f"rank {self.rank} of {self.size} has waited {self._notice:g} s in {operation}")
+                where = f"rank {self.rank} of {self.size} has waited {self._notice:g} s in {operation}"
+                limit = f"the wait ends after {self._timeout:g} s, PCE_MPI_TIMEOUT"
+                say(f"{where}. Every rank has to make this call, with this communicator; {limit}")
             time.sleep(_NAP)
 
     def _say_that_it_waits(self, operation: str, late: bool) -> None:

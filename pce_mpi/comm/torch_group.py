@@ -1,8 +1,8 @@
-"""A process group of torch as a communicator: everything is an all-gather of bytes.
+"""A process group of torch as a communicator, whose collectives are all-gathers of bytes.
 
 Merges do not depend on the order, so a reduction on this rank of what all ranks gathered has the bits of MPI's. Of a
-large array each rank merges a block, and all gather the blocks. Torch is imported by the program that made the group;
-MPI is not needed.
+large array each rank merges a block, which an all-to-all brings to it, and all gather the blocks. Torch is imported by
+the program that made the group; MPI is not needed.
 """
 
 from __future__ import annotations
@@ -173,7 +173,10 @@ class Pending:
 
 
 class Blocks:
-    """A reduction that was started: each rank merges a block of every rank's array, and all gather what it gives."""
+    """A reduction that was started: each rank merges a block of every rank's array, and all gather what it gives.
+
+    The second collective begins in `wait`: ranks wait for several reductions in one order.
+    """
 
     def __init__(self, group: TorchGroup, operation: str, mine: HostArray, result: HostArray, merge: Merge) -> None:
         import torch
@@ -190,6 +193,7 @@ class Blocks:
         """Return when the reduction is complete, or raise `CollectiveTimeout`."""
         with _failing_in_words(self._group, self._operation):
             self._work.wait()
+        del self._work, self._sent
         block, result = _merged(self._received, self._merge), self._result
 
         def finish(gathered: HostArray) -> None:

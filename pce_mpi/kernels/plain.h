@@ -134,7 +134,7 @@ template <class T> static void fill_short_rows(const Fill &fill) {
     Guess guess, of_chunks;
     for (long row = 0; row < fill.logits.shape[0]; row++) {
         const T *x = (const T *)(fill.logits.data + row * fill.logits.strides[0]);
-        const long column = fill.columns ? long(fill.columns[row]) : -1, held = column < count ? column : -1;
+        const long column = fill.columns ? long(fill.columns[row]) : -1, held = column >= 0 && column < count ? column : -1;
         State state = State::identity();
         double lowest, top = guess.sure ? 0.0 : largest_without(held, x, count);
         int64_t grid = guess.grid;

@@ -135,8 +135,9 @@ def softmax_cross_entropy(logits: Any, targets: Any, **options: Unpack[LossOptio
     -----
     Collective over `comm`: one Allgather of 56 bytes to agree on the call, and one Allreduce of 40 bytes a row (more
     with options, at most 96). Collective over `batch_comm`: one Allgather of 56 bytes and, for `"sum"` and `"mean"`,
-    one Allreduce of 64 bytes. Over a process group an Allreduce is an all-gather of as many bytes from each rank. There
-    is an Allgather of 56 bytes more over each, while the GPU works, if class numbers are on a GPU, or logits without
+    one Allreduce of 64 bytes. Over a process group an Allreduce is an all-gather of as many bytes from each rank; from
+    3 ranks and 1 MiB on an all-to-all, of which each rank merges a block, and an all-gather of the blocks. There is an
+    Allgather of 56 bytes more over each, while the GPU works, if class numbers are on a GPU, or logits without
     `num_classes`.
 
     Examples

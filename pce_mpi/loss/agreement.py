@@ -62,7 +62,9 @@ def agree_on(options: Options, check_arguments: Callable[[], Problem]) -> Proble
             raise TypeError(
                 "arrays with elements need ranks: in a rehearsal, distributed arrays and hollow ones are taken"
             )
-        facts = _facts(problem)
+        # The first class (-1: not given), how many there are, and `_values`, or that these are told later
+        start = -1 if options.class_start is None else operator.index(options.class_start)
+        facts = start, problem.classes, *(_values(problem) if problem.pending is None else _LATER)
         host_kernel()  # a rank without the kernel that was chosen raises before the others wait
     error = checks.error
     if options.batch_comm is None or not is_comm(options.batch_comm):
@@ -173,7 +175,8 @@ def _place(options: Options, problem: Problem | None, facts: Facts, error: Excep
     else:
         _check_values(problem, num_classes, highest, *others)
     problem.place(starts[0 if comm is None else comm.rank], num_classes)
-    if problem.pending and later and cupy_of(sample := _sample(problem)) is not None:
+    has_sample = later and comm is not None and options.num_classes is None
+    if problem.pending and has_sample and cupy_of(sample := _sample(problem)) is not None:
         problem.pending.sample = Download(problem.xp.ascontiguousarray(sample))
     return problem
 
@@ -196,16 +199,6 @@ def _check_values(
     _check_not_gathered(problem.shards[1], samples, over, name)
 
 
-def _facts(problem: Problem) -> Facts:
-    """Return the facts of this rank's shard for the other ranks.
-
-    They are the first class (-1: not given), the number of classes, and `_values`, or that these are told later.
-    """
-    start = problem.options.class_start
-    known = _values(problem) if problem.pending is None else _LATER
-    return -1 if start is None else operator.index(start), problem.classes, *known
-
-
 def _values(problem: Problem) -> Facts:
     """Return the facts of the values of this rank's arrays.
 
@@ -221,10 +214,12 @@ def _values(problem: Problem) -> Facts:
         problem.highest_target = min(highest, LARGEST)
     if comm is None or comm.size == 1 or isinstance(comm, FakeComm):
         return problem.highest_target, 0, 0, 0
-    sample = to_host(_sample(problem)) if pending.sample is None else pending.sample.wait()
+    of_sample = 0
+    if problem.options.num_classes is None:  # else the ranks may pass the same logits
+        of_sample = _checksum_of_sample(to_host(_sample(problem)) if pending.sample is None else pending.sample.wait())
     checksum = 0 if problem.alike is None else zlib.crc32(problem.alike.data)
     hidden = 0 if problem.hidden is None else _checksum(problem.hidden)
-    return problem.highest_target, checksum, _checksum_of_sample(sample), hidden
+    return problem.highest_target, checksum, of_sample, hidden
 
 
 def _checksum(array: Any) -> int:
@@ -235,9 +230,9 @@ def _checksum(array: Any) -> int:
 
 
 def _sample(problem: Problem) -> Array:
-    """Return a few rows of a few logits each; no row if the ranks may pass the same."""
+    """Return a few rows of a few logits each."""
     logits, axis = problem.sharded
-    if logits.size == 0 or problem.options.num_classes is not None:
+    if logits.size == 0:
         return np.empty((0, 0))
     index, classes_first = _sampled(logits.shape, axis)
     return logits[index].T if classes_first else logits[index]

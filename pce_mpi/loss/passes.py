@@ -107,7 +107,7 @@ def forward(problem: Problem, *, confirmed: bool = True) -> tuple[Array, Residua
     """
     softmax = row_softmax(problem, loss_fields(problem))
     loss, divisor = reduced(problem, row_losses(problem, softmax))
-    if confirmed:
+    if confirmed and problem.pending is not None:
         confirm(problem)
     return loss, Residuals(problem, softmax, divisor, loss.shape)
 
@@ -144,7 +144,8 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
     for logits in problem.logits, *problem.beside:
         x = rows_and_classes(logits, options.axis)
         parts.append(kernel.fill_states(x, problem.target_column, how, problem.class_weights, problem.class_start))
-    settle(problem)
+    if problem.pending is not None:
+        settle(problem)
     states = problem.xp.concatenate(parts) if problem.beside else parts[0]
     rows, class_weights = len(states), None
     needs_weights = fields.weighted_logit and not fields.weight

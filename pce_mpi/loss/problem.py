@@ -125,7 +125,7 @@ class Problem:
         if self.targets is not None:
             columns = self.targets - class_start
             self.target_column = columns if self.all_valid else np.where(self.valid, columns, -1)
-        if cupy_of(self.logits) is None:
+        if type(self.logits) is np.ndarray or cupy_of(self.logits) is None:
             self.counted = self.valid
         elif self.target_column is not None:
             self.target_column, self.counted = self._uploaded(self.target_column)
@@ -238,7 +238,8 @@ def check(
     weight = None if options.weight is None else as_array(options.weight, "weight")
     inputs = logits, *beside.values(), *(() if targets is None else (targets,)), *(() if weight is None else (weight,))
     # Class numbers and class weights are checked on the host, and may be there.
-    if targets is not None and (is_floating(targets.dtype) or cupy_of(targets) is not None):
+    in_numpy = type(targets) is np.ndarray
+    if targets is not None and (is_floating(targets.dtype) or (not in_numpy and cupy_of(targets) is not None)):
         arrays["targets"] = targets
     if weight is not None and cupy_of(weight) is not None:
         arrays["weight"] = weight

@@ -65,9 +65,10 @@ def take_classes(logits: Any, ids: Any, **options: Unpack[ShardedAxisOptions]) -
 
     Notes
     -----
-    Collective over `comm`, or over the dims that shard the classes: one Allgather of 56 bytes, and one Allreduce of the
-    bytes of the result. If rows of a distributed array are sharded, one Allgather of 56 bytes over their dims. Backward
-    communicates nothing. For the gradient of plain shards see `take_classes_forward`.
+    Collective over `comm`, or over the dims that shard the classes: one Allgather of 56 bytes (two with logits on a
+    GPU, unless `num_classes` is given), and one Allreduce of the bytes of the result. If rows of a distributed array
+    are sharded, one Allgather of 56 bytes over their dims. Backward communicates nothing. For the gradient of plain
+    shards see `take_classes_forward`.
 
     Examples
     --------
@@ -170,8 +171,9 @@ def top_k(logits: Any, k: int, **options: Unpack[ShardedAxisOptions]) -> tuple[A
 
     Notes
     -----
-    Collective over `comm`, or over the dims that shard the axis: one Allgather of 56 bytes, and one Allreduce of 16 k
-    bytes a row. Every rank gets the bits that one process gets from all classes. Backward communicates nothing.
+    Collective over `comm`, or over the dims that shard the axis: one Allgather of 56 bytes (two with `x` on a GPU,
+    unless `num_classes` is given), and one Allreduce of 16 k bytes a row. Every rank gets the bits that one process
+    gets from all classes. Backward communicates nothing.
 
     Examples
     --------

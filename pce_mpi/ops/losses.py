@@ -192,10 +192,11 @@ def kl_divergence(student: Any, teacher: Any, **options: Unpack[ShardedDivergenc
 
     Notes
     -----
-    Collective over `comm`, or over the dims that shard the classes: one Allgather of 56 bytes, and two Allreduces, of
-    80 and of 48 bytes a row. If rows are sharded, one Allgather of 56 bytes over `batch_comm` or their dims and, for
-    `"sum"` and `"mean"`, one Allreduce of 64 bytes. Backward communicates nothing; gradients are placed as the logits
-    are. For the gradients of plain shards see `kl_divergence_value_and_grad`.
+    Collective over `comm`, or over the dims that shard the classes: one Allgather of 56 bytes (two with logits on a
+    GPU, unless `num_classes` is given), and two Allreduces, of 80 and of 48 bytes a row. If rows are sharded, one
+    Allgather of 56 bytes over `batch_comm` or their dims and, for `"sum"` and `"mean"`, one Allreduce of 64 bytes.
+    Backward communicates nothing; gradients are placed as the logits are. For the gradients of plain shards see
+    `kl_divergence_value_and_grad`.
 
     A divergence of 1e-8 has as many digits as one of 1: the terms of its sums are positive and computed in float64 from
     the difference of the logits.

@@ -143,7 +143,8 @@ def class_statistics(logits: Any, targets: Any = None, **options: Unpack[Statist
     Collective over `comm`, or over the dims that shard the classes: one Allgather of 56 bytes, and one Allreduce of 80
     bytes a row, 8 more with targets; for several targets a row these 8 are missing, and one Allreduce of the bytes of
     their logits follows. If rows of a distributed array are sharded, one Allgather of 56 bytes over their
-    dims. With class numbers on a GPU, one a row, each Allgather comes twice. Backward communicates nothing, and takes
+    dims. With class numbers on a GPU, one a row, each Allgather comes twice, and the first with logits on a GPU, unless
+    `num_classes` is given. Backward communicates nothing, and takes
     one pass for all three gradients. For the gradients of plain shards see `class_statistics_forward`.
 
     Examples

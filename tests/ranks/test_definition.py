@@ -296,6 +296,15 @@ def test_plain_loss_has_bits_of_definition(kernel, classes, kind, dtype):
         assert same_bits(mine, expected)
 
 
+@pytest.mark.parametrize("far", [-(2**31), -(2**32), -(2**40), 2**32])
+def test_column_of_far_shard_is_no_column(kernel, far):
+    logits, targets = logits_of("plain", 6, np.float32, np.random.default_rng(3))
+    for fields in StateFields(), StateFields(held_weight=True):
+        problem = Drawn(logits, targets + far, fields, Transform(), SINGLE, ClassWeights())
+        elsewhere = Drawn(logits, targets * 0 - 1, fields, Transform(), SINGLE, ClassWeights())
+        assert problem.states(kernel).tobytes() == elsewhere.states(kernel).tobytes()
+
+
 @pytest.mark.parametrize("precision", [SINGLE, DOUBLE], ids=["float32", "float64"])
 def test_zero_factor_of_gradient_has_no_sign(kernel, precision):
     logits = np.tile(np.array([-np.inf, 0.3, 1.0, -200.0], precision.dtype), (ROWS, 5))
