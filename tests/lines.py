@@ -15,7 +15,7 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_569,
+    "package, Python": 24_571,
     "package, C++ and CUDA": 5_417,
     "package, lines of docstrings": 8_625,
     "package, files of Python": 191,

@@ -117,12 +117,14 @@ def value_and_grad(problem: Problem) -> tuple[Array, Array]:
     gradient = problem.out
     assert gradient is not None  # allocated before the ranks agreed, unless the caller passed it
     loss, residuals = forward(problem, confirmed=False)
-    if problem.wrong is not None:
+    has_check = problem.pending is not None and problem.wrong is not None
+    if has_check:
         out = rows_and_classes(gradient, problem.options.axis)
         if not (shares_memory(out, gradient) and problem.kernel.is_written_in_place(out)):
             confirm(problem)  # what is copied to the gradient cannot be kept from it
     write_gradient(gradient, residuals, np.ones(1))
-    confirm(problem)
+    if has_check:
+        confirm(problem)
     return loss, gradient
 
 
@@ -234,7 +236,7 @@ def write_gradient(array: Array, residuals: Residuals, upstream: Array) -> None:
     """Fill `array` with the gradient of the logits; `upstream`, that of `upstream_of`, is the gradient of the loss."""
     problem, softmax = residuals.problem, residuals.softmax
     given = problem.counted, problem.target_column, upstream, residuals.divisor, problem.transform.scale
-    more = () if problem.wrong is None else (problem.wrong.array,)
+    more = () if problem.pending is None or problem.wrong is None else (problem.wrong.array,)
     rows = problem.kernel.row_gradients(softmax.columns, softmax.how.fields, *given, problem.loss_terms, *more)
     _write_rows(array, problem, rows, softmax.how, problem.class_weights)
 
