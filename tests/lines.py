@@ -19,7 +19,7 @@ LIMITS = {
     "package, C++ and CUDA": 5_417,
     "package, lines of docstrings": 8_625,
     "package, files of Python": 191,
-    "tests, Python": 37_548,
+    "tests, Python": 37_549,
 }
 
 SUFFIXES = {
