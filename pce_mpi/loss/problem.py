@@ -42,7 +42,7 @@ _TERMS = LossTerms._fields[2:]  # options by their names; those before are of la
 
 @dataclass(kw_only=True, eq=False)
 class Pending:
-    """What the host has yet to hear of the values of arrays on a GPU.
+    """Facts of the values of arrays on a GPU that the host has yet to hear.
 
     `wrong` tells whether a class number that counts is no class; `agreement.confirm` waits for it. Or, if other ranks
     have to know, `numbers` are a copy of the class numbers and `sample` one of a few logits, for `agreement.settle`, in
@@ -134,7 +134,7 @@ class Problem:
 
     @property
     def wrong(self) -> Download | None:
-        """Whether a class number that counts is no class, if a GPU is to tell."""
+        """The flag of a class number that counts and is no class, if a GPU is to tell."""
         return None if self.pending is None else self.pending.wrong
 
     @property
