@@ -232,14 +232,10 @@ template <class T> static void write_plain_rows(const Write &write) {
 static void fill(const Fill &fill) {
     const bool is_short = is_plain(fill, fill.logits) && fill.logits.shape[1] <= SHORT;
     if (fill.wide) return fill_rows<Double, double>(fill);
-    switch (fill.logits.kind) {
-        case FLOAT32:
-            return is_short ? fill_short_rows<float>(fill) : fill_rows<Single, float>(fill);
-        case FLOAT16:
-            return is_short ? fill_short_rows<Half>(fill) : fill_rows<Single, Half>(fill);
-        default:
-            return is_short ? fill_short_rows<BFloat>(fill) : fill_rows<Single, BFloat>(fill);
-    }
+    of_kind(fill.logits.kind, [&](auto one) {
+        typedef decltype(one) T;
+        if constexpr (sizeof(T) < 8) is_short ? fill_short_rows<T>(fill) : fill_rows<Single, T>(fill);
+    });
 }
 
 static void write(const Write &write) {
@@ -248,12 +244,8 @@ static void write(const Write &write) {
     if (write.wide) return write_rows<Double, double>(write);
     // A gradient array of another dtype than the logits' is rounded by way of float32.
     if (write.out.kind != write.logits.kind) return write_rows<Single, float>(write);
-    switch (write.logits.kind) {
-        case FLOAT32:
-            return plain ? write_plain_rows<float>(write) : write_rows<Single, float>(write);
-        case FLOAT16:
-            return plain ? write_plain_rows<Half>(write) : write_rows<Single, Half>(write);
-        default:
-            return plain ? write_plain_rows<BFloat>(write) : write_rows<Single, BFloat>(write);
-    }
+    of_kind(write.logits.kind, [&](auto one) {
+        typedef decltype(one) T;
+        if constexpr (sizeof(T) < 8) plain ? write_plain_rows<T>(write) : write_rows<Single, T>(write);
+    });
 }
