@@ -9,7 +9,7 @@ from pce_mpi.autograd.rehearsal import (
 )
 from pce_mpi.autograd.rules import Rule as Rule
 from pce_mpi.autograd.tape import no_grad as no_grad
-from pce_mpi.comm.doors import telling_functions as _telling_functions
+from pce_mpi.comm.calls import public_functions as _public_functions
 from pce_mpi.comm.errors import CollectiveError as CollectiveError, CollectiveTimeout as CollectiveTimeout
 from pce_mpi.comm.rehearsed import Rehearsal as Rehearsal
 from pce_mpi.comm.tracing import Trace as Trace, named_scope as named_scope, trace as trace
@@ -139,4 +139,5 @@ globals()["__all__"] = [
 ]
 
 # Every rank calls these, so that an error of one rank is every rank's. They call each other as they are defined.
-_telling_functions(globals(), "pce_mpi.distributed", "pce_mpi.ops", "pce_mpi.optim")
+_on_one_rank = {"shard_range", "op", "cosine_schedule", "linear_schedule"}
+_public_functions(globals(), _on_one_rank, "pce_mpi.distributed", "pce_mpi.ops", "pce_mpi.optim")

@@ -22,9 +22,9 @@ from pce_mpi import __version__
 from pce_mpi.cli import bench, check, conformance, info, judge, rehearse
 from pce_mpi.cli.output import Stream, Unwritten
 from pce_mpi.comm.agreement import all_gather_text
-from pce_mpi.comm.board import timeout_seconds
 from pce_mpi.comm.launcher import launcher_env, why_apart
 from pce_mpi.comm.library import check_mpi, told_gpu_aware
+from pce_mpi.comm.waits import timeout_seconds
 from pce_mpi.exact.arithmetic import check_settings
 from pce_mpi.text import bounded
 

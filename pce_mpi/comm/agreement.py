@@ -35,14 +35,17 @@ if TYPE_CHECKING:
 
 #: the number of whole numbers that an operation may add to the header of its agreement
 FACTS = 6
-# A rank adds this to the checksum of its call if its own checks failed; a checksum is smaller.
-_FAILED = 1 << 32
+# A rank adds this to the checksum of its call, which is smaller, if its own checks failed, and before that the number
+# of the call over a mesh times the other.
+_FAILED, _CALL = 1 << 32, 1 << 33
+# A header has room for so much of that number.
+_NUMBERS = (1 << 29) - 1
 
 
 class local_checks:
     """A block that keeps the error that it raises, which the next agreement tells to the other ranks.
 
-    `CollectiveTimeout` is not kept: a broken communicator can tell nobody.
+    `CollectiveTimeout` is not kept, nor an error of another rank: a closed communicator can tell nobody.
 
     >>> with local_checks() as checks:
     ...     raise ValueError("this rank alone finds a fault")
@@ -56,7 +59,7 @@ class local_checks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, CollectiveTimeout):
+        if not isinstance(error, Exception) or isinstance(error, CollectiveTimeout) or "origin" in vars(error):
             return False
         self.error = error
         return True
@@ -111,6 +114,8 @@ def agree_on_call(
     """
     operation, checksum = call.operation, call.checksum
     channel = channel_of(comm, operation)
+    if (peers := channel.peers) is not None:
+        checksum += (peers.number & _NUMBERS) * _CALL
     call_or_failure = checksum if error is None else checksum + _FAILED
     header = np.array((call_or_failure, *facts, *(0,) * (FACTS - len(facts))), np.int64)
     messages = 1 if type(channel) is FakeComm else channel.size  # that of this rank stands for all of them
@@ -121,16 +126,31 @@ def agree_on_call(
     # Lists of so few numbers are compared three times as fast as arrays.
     calls, *said = zip(*headers.tolist(), strict=True)
     if calls != (checksum,) * messages:
-        getattr(comm, "refused", _nobody_listens)()
-        if max(calls) >= _FAILED:
+        refused = getattr(comm, "refused", _nobody_listens)
+        numbers = [call // _CALL for call in calls]
+        if peers is not None and channel.size == peers.size:
+            peers.number += max(numbers) - numbers[channel.rank]
+        if any(call & _FAILED for call in calls):
+            refused()
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
-        mine = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
-        texts = all_gather_text(json.dumps(mine), comm, operation=operation, over=over)
-        raise agreed(named(CollectiveError(_differences(texts, over))), comm.size)
+        own_call = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
+        texts = all_gather_text(json.dumps(own_call), comm, operation=operation, over=over)
+        difference = _differences(texts, over) or getattr(comm, "difference", _of_numbers)(
+            comm, numbers, operation, over
+        )
+        refused()
+        raise agreed(named(CollectiveError(difference)), peers, comm.size)
     return said[: len(facts)] if messages == channel.size else [each * channel.size for each in said[: len(facts)]]
 
 
 def _nobody_listens() -> None: ...
+
+
+def _of_numbers(comm: Any, numbers: Sequence[int], operation: str, over: str) -> str:
+    errors = {rank: f"{number - min(numbers)} errors more" for rank, number in enumerate(numbers)}
+    return (
+        f"ranks have had different errors, and may not be in the same call of {operation}: {text_by_rank(errors, over)}"
+    )
 
 
 def raise_together(
@@ -144,8 +164,7 @@ def raise_together(
     if not (all(texts) and len(set(texts)) == 1 and failed[0][2]):
         messages = {rank: message for rank, (_, message, _) in failed.items()}
         said = text_by_rank(messages, over, between="; ")
-    ranks = max(comm.size, vars(error).get("ranks", 0) if error else 0)  # an agreement before may have been of more
-    raise agreed(named(error_of(kind, said)), ranks) from error
+    raise agreed(named(error_of(kind, said)), channel_of(comm, operation).peers, comm.size, error) from error
 
 
 def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:
@@ -166,6 +185,7 @@ def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str
 
 
 def _differences(descriptions: list[str], over: str) -> str:
+    """Return what differs between the calls of the ranks, as text; "" if nothing does."""
     calls: list[dict[str, str]] = [json.loads(text) for text in descriptions]
     names = list(dict.fromkeys(name for call in calls for name in call))
     differing = []
@@ -175,4 +195,4 @@ def _differences(descriptions: list[str], over: str) -> str:
             differing.append(f"{name}: {text_by_rank(values, over)}")
         if name == "operation" and differing:
             break  # the arguments of two different functions are not worth comparing
-    return "ranks disagree on " + "; ".join(differing)
+    return "ranks disagree on " + "; ".join(differing) if differing else ""

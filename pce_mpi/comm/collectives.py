@@ -215,10 +215,10 @@ def _check_library_counts(count: int, operation: str) -> None:
 def _operator(op: ReduceOp, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype | None]:
     """Return the MPI operator and datatype for elements of `dtype`; None leaves the datatype to mpi4py."""
     if callable(op):
-        return _merge_operator(op, dtype)
+        return merge_operator(op, dtype)
     if op in ("max", "min") and dtype.kind == "f":
         # With MPI's own operators the algorithm decides which rank sees a nan.
-        return _merge_operator(_largest if op == "max" else _smallest, dtype)
+        return merge_operator(_largest if op == "max" else _smallest, dtype)
     # MPI's own operators need MPI's own datatypes; that of bool has only logical operators.
     MPI = mpi()
     largest, smallest = (MPI.LOR, MPI.LAND) if dtype.kind == "b" else (MPI.MAX, MPI.MIN)
@@ -259,7 +259,8 @@ def _make_nan_canonical(sums: Array) -> None:
 _MERGES: dict[str, Merge] = {"sum": _sum, "max": _largest, "min": _smallest}
 
 
-def _merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
+def merge_operator(merge: Merge, dtype: np.dtype[Any]) -> tuple[MPI.Op, MPI.Datatype]:
+    """Return the MPI operator of a merge and the datatype of an element, made once."""
     known = _operators.pop((merge, dtype), None)
     if known is None:
         if len(_operators) == _MOST_OPERATORS:

@@ -3,7 +3,7 @@
 Each communicator of the caller is duplicated once, so that its messages never meet ours, and the duplicate is cached
 with it. A wait for a collective is a yielding poll. After `PCE_MPI_TIMEOUT` seconds (600 unless set) the waiting ranks
 tell each other so, point to point, and each of them raises a `CollectiveTimeout` that names the silent ranks. The
-communicator is not used again. A rank that waits hears of errors of other ranks, too: `board.py` says how.
+communicator is not used again. A rank that waits hears of errors of other ranks, too: `peers.py` says how.
 
 Freeing a communicator is collective, and MPI allows no call within a reduction operator. But Python may run a finalizer
 anywhere, also in a reduction operator written in Python, and at a different moment on each rank. So finalizers only
@@ -19,25 +19,23 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 import os
 import secrets
-import sys
 from threading import Lock
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 import warnings
 import weakref
 from zlib import crc32
 
 import numpy as np
 
-from pce_mpi.comm.board import Board, notice_seconds, say, tell, timeout_seconds
-from pce_mpi.comm.doors import is_within_door
 from pce_mpi.comm.errors import CollectiveTimeout, ranks_text, text_by_rank
 from pce_mpi.comm.launcher import why_apart
 from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators
-from pce_mpi.comm.program import program
+from pce_mpi.comm.peers import Peers, tell_peers
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group
 from pce_mpi.comm.tracing import Purpose, Start, cause, open_traces, record
+from pce_mpi.comm.waits import notice_seconds, say, timeout_seconds
 from pce_mpi.hollow import open_ledger
 
 if TYPE_CHECKING:
@@ -61,25 +59,39 @@ _TWO_THREADS = "two threads were in calls over it at once: give each thread a co
 class Channel:
     """A communicator on which only this package sends, and the bounded wait for what is sent on it.
 
-    `number` is the name by which all ranks know the communicator; None if it is the caller's, which has no `board`.
-    `near` has the ranks on the same host.
+    `number` is the name by which all ranks know the communicator; 0 if it is the caller's, which has no `peers`: the
+    ranks that make calls over it, perhaps over other communicators too. `near` has the ranks on the same host.
+    `position` counts the collectives that this rank has started.
     """
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, number: int | None = None, near: Sequence[int] = ()):
-        self.comm = comm
-        self.board = None if number is None else Board(comm, near)
+    def __init__(self, comm: MPI.Intracomm, tag: int, number: int = 0, near: Sequence[int] = ()):
+        self.comm, self.number = comm, number
         self.rank, self.size = comm.rank, comm.size
-        self._number = number
+        self.peers: Peers | None = None
+        self.over = "comm"
+        self.position = 0
+        self.asked = -1, 0.0  # the collective in which the others were asked who waits, and after how many seconds
+        self.noticed: set[str] = set()  # the operations of which a line was written
         self._tag = tag
         self.broken: str | None = None
         self._is_waited_on = False
-        self._timeout, self._notice = timeout_seconds(), notice_seconds()
+        self._timeout, self.notice = timeout_seconds(), notice_seconds()
+        if number:
+            self.share(Peers(comm, number, near))
+            _channels.add(self)
+
+    def share(self, peers: Peers, over: MPI.Intracomm | None = None) -> None:
+        """Take the ranks that make calls over this communicator; those of a mesh are told errors `over` one."""
+        self._kept = over
+        self.peers = peers
+        peers.channels[self.number] = self
 
     def __del__(self) -> None:
         # The caller's communicator held the channel and was freed. A delete function of the keyval could note this
         # too, but mpi4py asks for that communicator's topology first, and MPICH may then read freed memory.
-        if self.board is not None and self._number is not None and self.broken is None and not self.board.has_left:
-            drop(self._number, self.comm, self.board)
+        if self.number and self.broken is None:
+            own = self.peers if self.peers is not None and self.peers.comm is self.comm else None
+            drop(self.number, self.comm, own)
 
     def run(
         self, why: cause, collective: str, size: int, start: Start, *arguments: Any, purpose: Purpose = Purpose.PAYLOAD
@@ -87,36 +99,31 @@ class Channel:
         """Record a collective of `size` bytes from this rank, start it and wait for it."""
         if open_traces():
             record(why, collective, purpose, ranks=self.size, bytes=size)
-        assert self.board is not None
         request = start(*arguments)  # which may find that there is no memory
-        self.board.position += 1
-        self.board.marks, self.board.thread = (self.board.marks[1], program.count), program.thread
-        where = f"{why.operation}: agreement" if purpose is Purpose.AGREEMENT else why.operation
-        self.wait(request, where, *arguments)
+        self.position += 1
+        self.wait(request, why.operation, purpose, start.__name__, arguments)
 
-    def start(self, why: cause, collective: str, size: int, start: Start, *arguments: object) -> Pending:
+    def start(self, why: cause, collective: str, size: int, start: Start, *arguments: Any) -> Pending:
         """Record a collective of `size` bytes from this rank and start it."""
         if open_traces():
             record(why, collective, Purpose.PAYLOAD, ranks=self.size, bytes=size)
-        assert self.board is not None
-        pending = Pending(self, start(*arguments), why.operation, arguments)
-        self.board.position += 1
-        self.board.marks, self.board.thread = (self.board.marks[1], program.count), program.thread
-        return pending
+        request = start(*arguments)
+        self.position += 1
+        return Pending(self, request, why.operation, start.__name__, arguments)
 
-    def settle(self, operation: str) -> None:
-        """Come together with the other ranks after an error, before this one begins `operation`."""
-        assert self.board is not None
-        try:
-            self.board.settle(operation)
-        except BaseException as error:
-            if isinstance(error, CollectiveTimeout) or not isinstance(error, Exception):
-                self.broken = str(error) or type(error).__name__
-            raise
-        self.comm = self.board.comm
+    def wait(
+        self,
+        request: MPI.Request,
+        operation: str,
+        purpose: Purpose = Purpose.PAYLOAD,
+        name: str = "",
+        arguments: Sequence[Any] = (),
+        position: int = 0,
+    ) -> None:
+        """Return when `request`, of the collective `name` with these arguments, is complete.
 
-    def wait(self, request: MPI.Request, operation: str, *buffers: object) -> None:
-        """Return when `request`, which reads and writes `buffers`, is complete, or raise `CollectiveTimeout`."""
+        Raises `CollectiveTimeout`, or the error of a rank that will not come.
+        """
         test, give_way = request.Test, os.sched_yield
         try:
             if self._is_waited_on:  # by another thread: other ranks may have the two calls in another order
@@ -127,30 +134,33 @@ class Channel:
                     break
                 if tests >= _SPINS:
                     give_way()
-                    if tests % _LISTENS == 0 and self.board is not None:
-                        self.board.look(operation)
+                    if tests % _LISTENS == 0 and self.peers is not None:
+                        self.peers.look(self, operation)
             else:
-                self._wait_longer(request, operation)
+                self._wait_longer(request, operation if purpose is Purpose.PAYLOAD else f"{operation}: {purpose.value}")
             if self.broken:
                 raise CollectiveTimeout(f"this communicator is not usable any more: {self.broken}")
         except BaseException as error:
-            if self.board is not None and isinstance(error, Exception) and not isinstance(error, CollectiveTimeout):
-                self.board.has_left, self.board.why_left = True, error
-                if not is_within_door(sys._getframe()):
-                    tell(error)
-            self.abandon(request, buffers, f"{operation} was left waiting by {type(error).__name__}")
+            why = f"{operation} was left waiting by {type(error).__name__}"
+            self.abandon(Left(self.number, position or self.position, request, name, arguments, self.comm), why)
             raise
         finally:
             self._is_waited_on = False
 
-    def abandon(self, request: MPI.Request, buffers: tuple[object, ...], why: str) -> None:
-        """Give up a collective that has not ended, and with it the communicator, unless the ranks take another one."""
+    def abandon(self, collective: Left, why: str) -> None:
+        """Give up a collective that has not ended, and with it the communicator, unless a block restores it."""
         # MPI may still write to the buffers when the other ranks arrive: they must stay allocated.
-        _abandoned.append((request, buffers, self.comm))
-        if self.board is not None and self.board.comm is not self.comm:
-            self.comm = self.board.comm  # the ranks have taken another one
-        elif self.board is None or not self.board.leave():
-            self.broken = self.broken or why
+        _abandoned.append(collective)
+        self.broken = self.broken or why
+
+    def left(self) -> list[Left]:
+        """Return the collectives that this rank has left, in order."""
+        return sorted((each for each in _abandoned if each.number == self.number), key=lambda each: each.position)
+
+    def restore(self, position: int) -> None:
+        """Note that all ranks have ended what they left, and are at one position."""
+        _abandoned[:] = [each for each in _abandoned if each.number != self.number]
+        self.position, self.broken = position, None
 
     def _wait_longer(self, request: MPI.Request, operation: str) -> None:
         from mpi4py import MPI
@@ -163,12 +173,12 @@ class Channel:
                 self._say_that_it_waits(operation, late)
                 self.broken = self._roll_call(operation)
                 raise CollectiveTimeout(self.broken)
-            if self.board is not None:
-                self.board.look(operation)
-                self.board.say_who_waits(operation, start)
-            elif not said_so and time.monotonic() > start + self._notice:
+            if self.peers is not None:
+                self.peers.look(self, operation)
+                self.peers.say_who_waits(self, operation, start)
+            elif not said_so and time.monotonic() > start + self.notice:
                 said_so = True
-                where = f"rank {self.rank} of {self.size} has waited {self._notice:g} s in {operation}"
+                where = f"rank {self.rank} of {self.size} has waited {self.notice:g} s in {operation}"
                 limit = f"the wait ends after {self._timeout:g} s, PCE_MPI_TIMEOUT"
                 say(f"{where}. Every rank has to make this call, with this communicator; {limit}")
             time.sleep(_NAP)
@@ -197,7 +207,7 @@ class Channel:
             waiting[status.source] = theirs.decode(errors="replace")
         MPI.Request.Testall(sent)
         silent = [rank for rank in range(self.size) if rank not in waiting]
-        over = self.board.over if self.board else "comm"
+        over = self.over
         where = text_by_rank({rank: waiting[rank] for rank in sorted(waiting)}, over)
         return (
             f"waited {self._timeout:g} s (PCE_MPI_TIMEOUT) in {where}; "
@@ -205,26 +215,47 @@ class Channel:
         )
 
 
+class Left(NamedTuple):
+    """A collective that this rank has left waiting: the number of its channel, its position there, and its call."""
+
+    number: int
+    position: int
+    request: MPI.Request
+    name: str
+    arguments: Sequence[Any]
+    comm: MPI.Intracomm
+
+
 class Pending:
     """A collective that was started; if it is dropped before its end, its communicator is given up."""
 
-    def __init__(self, channel: Channel, request: MPI.Request, operation: str, buffers: tuple[object, ...]):
+    def __init__(
+        self, channel: Channel, request: MPI.Request, operation: str, name: str, arguments: tuple[Any, ...]
+    ) -> None:
         self._channel, self._operation = channel, operation
-        self._waiting: tuple[MPI.Request, tuple[object, ...]] | None = (request, buffers)
+        self._call: Left | None = Left(channel.number, channel.position, request, name, arguments, channel.comm)
 
     def wait(self) -> None:
         """Return when the collective is complete, or raise `CollectiveTimeout`."""
-        assert self._waiting is not None
-        (request, buffers), self._waiting = self._waiting, None
-        self._channel.wait(request, self._operation, *buffers)
+        assert self._call is not None
+        call, self._call = self._call, None
+        self._channel.wait(
+            call.request, self._operation, Purpose.PAYLOAD, call.name, call.arguments, position=call.position
+        )
 
     def __del__(self) -> None:
-        if self._waiting is not None:
-            self._channel.abandon(*self._waiting, f"{self._operation} was left waiting")
+        if self._call is not None:
+            self._channel.abandon(self._call, f"{self._operation} was left waiting")
 
 
 #: requests that nobody waits for any more, with the memory that MPI may still read and write
-_abandoned: list[tuple[MPI.Request, tuple[object, ...], MPI.Intracomm]] = []
+_abandoned: list[Left] = []
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def all_channels() -> list[Channel]:
+    """Return the channels of this process."""
+    return list(_channels)
 
 
 def has_abandoned() -> bool:
@@ -232,17 +263,19 @@ def has_abandoned() -> bool:
     return bool(_abandoned)
 
 
-def give_up(comms: Iterable[Any], operation: str, error: BaseException) -> None:
-    """Mark communicators as unusable: `error`, which is no `Exception`, has ended this rank's call of `operation`.
+def tell(error: BaseException, comms: Iterable[Any], operation: str) -> None:
+    """Tell the ranks of some communicators an error that leaves a public call over them on this rank.
 
-    The other ranks may be in the middle of the call, and would meet this rank's next one there.
+    The ranks of a process group of torch cannot be told. One that is no `Exception` has left a call in the middle.
     """
-    why = f"{operation} was left by {type(error).__name__}"
+    channels = []
     for comm in comms:
         if isinstance(comm, TorchGroup) or is_process_group(comm):
-            TorchGroup.give_up(comm, why)
-        elif comm is not None and is_comm(comm) and (channel := comm.Get_attr(_channel_key())) is not None:
-            channel.broken = channel.broken or why
+            if not isinstance(error, Exception):
+                TorchGroup.give_up(comm, f"{operation} was left by {type(error).__name__}")
+        elif comm is not None and not isinstance(comm, FakeComm) and is_comm(comm):
+            channels.append(comm.Get_attr(_channel_key()))
+    tell_peers(error, [channel.peers for channel in channels if channel is not None])
 
 
 @cache
@@ -265,11 +298,9 @@ def channel_of(comm: MPI.Intracomm | FakeComm | TorchGroup, operation: str) -> A
     if channel is None:
         channel = open_channel(comm, operation)
     assert isinstance(channel, Channel)
-    if (board := channel.board) is not None and channel.broken is None:
-        if board.errors:
-            channel.settle(operation)
-        elif board.why_left is not None:  # the error has not left the call in which it was raised
-            raise board.why_left
+    peers = channel.peers
+    if peers is not None and (peers.own or peers.closed is not None):
+        peers.meet(operation)
     if channel.broken is not None:  # a new collective would receive messages of the one that timed out
         raise CollectiveTimeout(f"this communicator is not usable any more: {channel.broken}")
     return channel
@@ -295,7 +326,7 @@ def open_channel(comm: MPI.Intracomm, operation: str) -> Channel:
         if headers[:, 1].any():  # before the duplication, as all other communicators may be in use
             give_back(waiting, first_use)
         duplicate, request = comm.Idup()
-        waiting.wait(request, first_use, duplicate)
+        waiting.wait(request, first_use, arguments=(duplicate,))
     except MPI.Exception as error:
         raise out_of_communicators(operation, error) from error
     except BaseException as error:
@@ -321,14 +352,14 @@ def _gathered(
 ) -> np.ndarray[Any, Any]:
     received = np.empty(sum(counts), np.int64)
     request = channel.comm.Iallgatherv(numbers, [received, counts])
-    channel.wait(request, operation, numbers, received, counts)
+    channel.wait(request, operation, arguments=(numbers, received, counts))
     return received
 
 
 # Communicators that this rank does not refer to any more, each with its number, which is the same on all of its ranks.
 # Finalizers append to the queue, at any time.
-_dropped: deque[tuple[int, MPI.Comm, Board | None]] = deque()
-_garbage: dict[int, tuple[MPI.Comm, Board | None]] = {}
+_dropped: deque[tuple[int, MPI.Comm, Peers | None]] = deque()
+_garbage: dict[int, tuple[MPI.Comm, Peers | None]] = {}
 _taking = Lock()
 
 
@@ -369,9 +400,9 @@ def _kept_type() -> Any:
     return MeshComm
 
 
-def drop(number: int, comm: MPI.Comm, board: Board | None = None) -> None:
+def drop(number: int, comm: MPI.Comm, peers: Peers | None = None) -> None:
     """Note that this rank does not refer to `comm` any more; calls no MPI, so that a finalizer may call it."""
-    _dropped.append((number, comm, board))
+    _dropped.append((number, comm, peers))
 
 
 def garbage_count() -> int:
@@ -389,12 +420,12 @@ def give_back(channel: Channel, operation: str) -> None:
     # is freed if all of its ranks have taken it for this call.
     with _taking:
         while _dropped:
-            number, comm, board = _dropped.popleft()
-            _garbage[number] = comm, board
+            number, comm, peers = _dropped.popleft()
+            _garbage[number] = comm, peers
         taken = dict(_garbage)
         _garbage.clear()
     try:
-        told = [(number, board.broadcasts if board else 0) for number, (_, board) in sorted(taken.items())]
+        told = [(number, peers.sent if peers else 0) for number, (_, peers) in sorted(taken.items())]
         mine = np.array(told, np.int64).reshape(-1)
         counts = _gathered(channel, np.array([mine.size], np.int64), [1] * channel.size, operation).tolist()
         taken_by: Counter[int] = Counter()
@@ -403,10 +434,10 @@ def give_back(channel: Channel, operation: str) -> None:
             taken_by[number] += 1
             sent_on[number] += broadcasts
         for number, broadcasts in told:
-            comm, board = taken[number]
+            comm, peers = taken[number]
             if taken_by[number] == comm.size:
-                if board is not None:
-                    board.receive(sent_on[number] - broadcasts)
+                if peers is not None:
+                    peers.receive(sent_on[number] - broadcasts)
                 taken.pop(number)[0].Free()
     finally:
         with _taking:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from contextlib import suppress
+import sys
+from typing import Any, TypeVar
 
 from pce_mpi.text import grouped
 
@@ -23,13 +26,19 @@ class CollectiveTimeout(CollectiveError):
     """A collective waited too long, or torch's failed; its communicator cannot be used any more."""
 
 
+def _is_made_from_text(kind: Any) -> bool:
+    is_error = isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception
+    if not is_error or issubclass(kind, Warning | StopIteration | StopAsyncIteration):
+        return False
+    with suppress(TypeError):
+        return isinstance(kind("text"), kind)
+    return False
+
+
+# The builtin errors that are made from a text, and our own.
 _RAISED: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (
-        *(IndexError, TypeError, ValueError, MemoryError, NotImplementedError, OverflowError, CollectiveError),
-        *(OSError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
-        *(ImportError, RuntimeError),
-    )
+    for kind in (*filter(_is_made_from_text, vars(builtins).values()), CollectiveError, CollectiveTimeout)
 }
 
 
@@ -43,10 +52,8 @@ def text_of(error: BaseException) -> str:
 
     It is the name alone if `str` raises: the other ranks wait for a text.
     """
-    name = type(error).__name__
-    try:
-        text = str(error)
-    except Exception:
+    name, text = type(error).__name__, _str(error)
+    if text is None:
         return name
     is_raised = any(kind.__name__ in _RAISED for kind in type(error).__mro__)
     return text if is_raised else f"{name}: {text}" if text else name
@@ -63,15 +70,67 @@ def named(error: Error) -> Error:
     return error
 
 
-def agreed(error: Error, ranks: int) -> Error:
-    """Return `error`, marked as one that so many ranks raise together."""
-    vars(error)["ranks"] = ranks
+def agreed(error: Error, peers: object, ranks: int, before: BaseException | None = None) -> Error:
+    """Return `error`, marked as one that so many ranks of `peers` raise together, after an agreement of others."""
+    earlier = vars(before).get("agreed", {}) if before else {}
+    vars(error)["agreed"] = {**earlier, peers: max(ranks, earlier.get(peers, 0))}
     return error
 
 
 def names_ranks(error: BaseException) -> bool:
     """Tell whether the text of `error` names the ranks that have found it."""
     return "names_ranks" in vars(error)
+
+
+# The classes of an error, the nearest first, by module and name, and its text.
+Described = tuple[list[str], str]
+
+# Longer messages might not be sent without waiting.
+_MOST_CHARACTERS = 1000
+
+
+def described(error: BaseException, over: str, rank: int) -> Described:
+    """Describe an error for other ranks, in a text that names the rank of `over` that has raised it."""
+    text = (_str(error) or "")[:_MOST_CHARACTERS]
+    if not isinstance(error, Exception):
+        name = type(error).__name__
+        return [], text_by_rank({rank: f"{name}: {text}" if text else name}, over)
+    kinds = (kind for kind in type(error).__mro__ if issubclass(kind, Exception))
+    names = [f"{kind.__module__}:{kind.__qualname__}" for kind in kinds]
+    return names, text if names_ranks(error) else text_by_rank({rank: text}, over).lstrip()
+
+
+def remade(names: Sequence[str], text: str, origin: int | None = None, first: int = 0) -> Exception:
+    """Make the error that a rank has described, or one of the nearest class that can be made from a text here.
+
+    `origin` is the rank that it was heard from, and `first` the first of `names` that may be taken.
+    """
+    error: Exception = CollectiveError(text)
+    for index, name in enumerate(names[first:], first):
+        if (kind := _class_of(name)) is not None:
+            with suppress(Exception):
+                error = kind(text if index == 0 else f"{names[0].rpartition(':')[2].rpartition('.')[2]}: {text}")
+                vars(error)["class_index"] = index
+                break
+    if origin is not None:
+        vars(error)["origin"] = origin
+    return named(error)
+
+
+def _class_of(name: str) -> type[Exception] | None:
+    module, _, path = name.partition(":")
+    kind: Any = sys.modules.get(module)
+    for part in path.split("."):
+        kind = getattr(kind, part, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+
+
+def _str(error: BaseException) -> str | None:
+    """Return `str(error)`; None if that raises: other ranks wait for a text."""
+    try:
+        return str(error)
+    except Exception:
+        return None
 
 
 class RanksAlong(str):

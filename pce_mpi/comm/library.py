@@ -113,6 +113,15 @@ def same_ranks(a: Any, b: Any) -> bool:
     return MPI.Comm.Compare(a, b) in (MPI.IDENT, MPI.CONGRUENT)
 
 
+def ranks_in(comm: MPI.Intracomm, larger: MPI.Intracomm) -> list[int]:
+    """Return the ranks in another communicator of the ranks of `comm`; `UNDEFINED` for those that it has not."""
+    groups = comm.group, larger.group
+    ranks: list[int] = groups[0].Translate_ranks(None, groups[1])
+    for group in groups:
+        group.Free()
+    return ranks
+
+
 def out_of_communicators(operation: str, error: MPI.Exception) -> RuntimeError:
     """Return the error for a communicator that MPI could not make: MPICH gives one to all ranks or to none."""
     reason = str(error).strip().rpartition(": ")[2]

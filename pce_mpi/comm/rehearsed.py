@@ -100,6 +100,8 @@ class FakeComm:
     In an agreement every other rank repeats this rank's message. Arrays are hollow: nothing is received.
     """
 
+    peers = None  # its ranks tell each other of errors in agreements alone
+
     def __init__(self, sizes: Sequence[int], coordinates: Sequence[int]) -> None:
         self.sizes, self.coordinates = tuple(sizes), tuple(coordinates)
         self.size = math.prod(self.sizes)

@@ -34,6 +34,8 @@ class TorchGroup:
     the mesh: what is gathered over the last is gathered over the one before.
     """
 
+    peers = None  # its ranks tell each other of errors in agreements alone
+
     def __init__(self, *groups: Any, ranks: Sequence[int] = ()) -> None:
         from torch import distributed
 

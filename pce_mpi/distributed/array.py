@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from pce_mpi.arrays import Array, owned
-from pce_mpi.comm.doors import door, tell_from_here, telling_methods
-from pce_mpi.comm.program import program
+from pce_mpi.comm.calls import peers_in, public_methods
+from pce_mpi.comm.peers import tell_peers
 from pce_mpi.comm.tracing import cause
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
@@ -34,27 +34,28 @@ OPERATIONS: dict[str, Callable[..., Any]] = {}
 def operators(name: str) -> tuple[Callable[[X, Any], X], Callable[[X, Any], X]]:
     """Make two operators of the operation `name`: for a `DistArray` on the left, and for one on the right."""
 
-    @door
-    def left(self: X, other: Any) -> X:
-        program.count += 1
-        program.name = name
-        try:
-            return OPERATIONS[name](self, other)
-        except Exception as error:
-            tell_from_here(error)
-            raise
+    def operator(is_right: bool) -> Callable[[Any, Any], Any]:
+        def call(self: Any, other: Any) -> Any:
+            # As `public` does, in one function less.
+            operands, peers = (other, self) if is_right else (self, other), self._peers
+            if peers.operation:
+                return OPERATIONS[name](*operands)
+            if peers.closed is not None:
+                raise peers.refusal()
+            try:
+                peers.operation = name
+                peers.number += 1
+                return OPERATIONS[name](*operands)
+            except BaseException as error:
+                peers.operation = ""
+                tell_peers(error, peers_in(operands))
+                raise
+            finally:
+                peers.operation = ""
 
-    @door
-    def right(self: X, other: Any) -> X:
-        program.count += 1
-        program.name = name
-        try:
-            return OPERATIONS[name](other, self)
-        except Exception as error:
-            tell_from_here(error)
-            raise
+        return call
 
-    return left, right
+    return operator(False), operator(True)
 
 
 if TYPE_CHECKING:
@@ -93,13 +94,14 @@ class DistArray:
     arrays on the tape.
     """
 
-    __slots__ = ("__weakref__", "copies", "grad", "local", "mesh", "place", "requires_grad", "sharding")
+    __slots__ = ("__weakref__", "_peers", "copies", "grad", "local", "mesh", "place", "requires_grad", "sharding")
 
     def __init__(
         self, local: Array, mesh: Mesh, sharding: Sharding, *, requires_grad: bool = False, computed: bool = False
     ) -> None:
         self.local = local
         self.mesh = mesh
+        self._peers = mesh._peers
         self.sharding = sharding
         self.requires_grad = requires_grad
         self.grad: DistArray | None = None
@@ -512,7 +514,9 @@ class DistArray:
 
 # Not those that show or copy an array, or say that it is none of NumPy's: a debugger may call them on one rank.
 _ON_ONE_RANK = {"__init__", "__repr__", "__copy__", "__deepcopy__", "__reduce__", "__bool__", "__len__", "__array__"}
-telling_methods(DistArray, {"left", "right", "plot", *_ON_ONE_RANK})
+# Where these communicate, they agree; of an array that all ranks hold, any rank may ask for the numbers.
+_READING = {"full", "item", "__float__", "__int__", "__index__", "__complex__", "__format__"}
+public_methods(DistArray, {"call", "plot", "own_memory", "detach", *_ON_ONE_RANK}, _READING)
 
 
 def redistribute(x: DistArray, destination: Sharding) -> DistArray:

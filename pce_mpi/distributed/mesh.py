@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 import json
 import math
@@ -13,13 +13,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
 from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, local_checks, signature_of
-from pce_mpi.comm.board import tell_once, world_ranks
-from pce_mpi.comm.communicators import channel_of, garbage_count, give_back, made, new_number, open_channel
-from pce_mpi.comm.doors import telling
-from pce_mpi.comm.errors import CollectiveError, RanksAlong, named, text_by_rank
-from pce_mpi.comm.library import comm_text, is_comm, mpi
-from pce_mpi.comm.program import program
+from pce_mpi.comm.communicators import (
+    channel_of,
+    garbage_count,
+    give_back,
+    made,
+    new_number,
+    open_channel,
+    tell,
+)
+from pce_mpi.comm.errors import CollectiveError, CollectiveTimeout, RanksAlong, agreed, named, text_by_rank
+from pce_mpi.comm.library import comm_text, is_comm, mpi, ranks_in
+from pce_mpi.comm.peers import Peers
 from pce_mpi.comm.rehearsed import FakeComm
+from pce_mpi.comm.restoring import end_block
 from pce_mpi.distributed.placements import checked_dims
 from pce_mpi.distributed.plotting import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims, Sharding
@@ -91,10 +98,16 @@ class Mesh:
     Mesh(data=1, classes=1)
     """
 
-    @telling
     def __init__(self, comm: MPI.Intracomm, /, **dims: int) -> None:
         if not is_comm(comm):
             raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm_text(comm)}")
+        try:
+            self._make(comm, dims)
+        except BaseException as error:
+            tell(error, [comm], "Mesh")
+            raise
+
+    def _make(self, comm: MPI.Intracomm, dims: Mapping[str, int]) -> None:
         sizes: dict[str, int] = {}
         with local_checks() as checks:
             sizes = checked_dims(dims, comm.size)
@@ -107,6 +120,7 @@ class Mesh:
         cart = made(lambda: comm.Create_cart(list(sizes.values()), reorder=False), numbers[0], "Mesh")
         self._begin(cart, sizes, cart.Get_coords(cart.rank))
         self._open(cart, self._over(sizes), "Mesh")
+        self._peers.restart = self._cart.refused
 
     @classmethod
     def without_ranks(cls, coordinates: Mapping[str, int] | None = None, /, **dims: int) -> Mesh:
@@ -153,11 +167,12 @@ class Mesh:
         self.dims: Mapping[str, int] = MappingProxyType(sizes)
         self.dim_sizes: Dims = tuple(sizes.items())
         self._cart = self._heard(cart)
+        self._peers = Peers(None)
         self.rank, self.size = cart.rank, cart.size
         self.coordinates: Mapping[str, int] = MappingProxyType(dict(zip(sizes, coordinates, strict=True)))
         self._comms: dict[tuple[str, ...], MPI.Intracomm] = {tuple(sizes): cart}
         self._history = self._beginnings = 0
-        self._in_world = None if isinstance(cart, FakeComm) else world_ranks(cart)
+        self._in_world = None if isinstance(cart, FakeComm) else ranks_in(cart, mpi().COMM_WORLD)
         self._along: dict[tuple[str, ...], tuple[Any, RanksAlong]] = {}
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
         self._fault: Exception | None = None
@@ -243,21 +258,29 @@ class Mesh:
 
     def _heard(self, comm: Any) -> Any:
         """Return `comm`, which reports refused agreements to this mesh; it may outlive the mesh."""
-        mesh = weakref.ref(self)
+        weak = weakref.ref(self)
 
         def refused() -> None:
-            if (heard := mesh()) is not None:
-                heard._begin_again()
+            if (mesh := weak()) is not None:
+                mesh._begin_again()
 
-        comm.refused = refused
+        def difference(*call: Any) -> str:
+            mesh = weak()
+            assert mesh is not None  # it has made the call
+            return mesh._difference(*call)
+
+        comm.refused, comm.difference = refused, difference
         return comm
 
-    @staticmethod
-    def _open(comm: Any, over: RanksAlong, operation: str) -> None:
+    def _open(self, comm: Any, over: RanksAlong, operation: str) -> None:
         """Make the channel of `comm` while all of its ranks are here: once one raises, they might not come for it."""
-        board = open_channel(comm, operation).board
-        assert board is not None
-        board.listener, board.over = comm.refused, over
+        channel = open_channel(comm, operation)
+        channel.over = over
+        if comm is self._cart:
+            assert channel.peers is not None
+            self._peers = channel.peers
+            self._peers.over, self._peers.is_mesh = over, True
+        channel.share(self._peers, None if comm is self._cart else self._cart)
 
     def note(self, checksum: int, what: str, in_full: str) -> None:
         """Remember that this rank has run an operation.
@@ -365,18 +388,29 @@ class Mesh:
         histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
         # Ranks may have run other operations before an error of one of them: they are not compared.
         if self._beginnings == beginnings and histories != (self._history,) * len(histories):
-            texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
+            difference = self._difference(comm, (), operation, over)
             self._begin_again()
-            difference = _first_difference([json.loads(text) for text in texts], over)
-            raise named(CollectiveError(difference))
+            raise agreed(named(CollectiveError(difference)), self._peers, comm.size)
         return list(others)
 
-    @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Make a step that all ranks end alike: an error of one rank is raised on every rank before the block ends.
+    def _difference(self, comm: Any, numbers: Sequence[int], operation: str, over: str) -> str:
+        """Name the first operation that differs between ranks, or that they have made other `numbers` of calls.
 
-        That is any error that leaves the block on a rank, also one that the program raises itself. So catch errors
-        around the block, and go on with the next one:
+        Collective over `comm`, as `all_gather_text` is.
+        """
+        texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
+        recent = [json.loads(text) for text in texts]
+        if numbers and all(operations == recent[0] for operations in recent):
+            first = min(numbers)
+            calls = text_by_rank({rank: f"{number - first} calls more" for rank, number in enumerate(numbers)}, over)
+            return f"ranks have not made the same calls over this mesh, as after an error that one rank caught: {calls}"
+        return _first_difference(recent, over)
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """Make a step that all ranks end together: an error of one rank is raised on every rank as the block ends.
+
+        That is whatever leaves the block on a rank, also what the program raises itself. So catch errors around the
+        block, and go on with the next one:
 
         >>> for batch in batches:  # doctest: +SKIP
         ...     try:
@@ -388,25 +422,20 @@ class Mesh:
         Raises
         ------
         Exception
-            The first error of another rank, with its words and the number of that rank.
+            The error of the lowest rank that has one, with its words and the number of that rank. All ranks raise the
+            same class: that of the error if each rank has imported it and can make it from its text, otherwise the
+            nearest base that they can. KeyboardInterrupt, SystemExit and others that are no `Exception` leave as they
+            are on their rank, and as `CollectiveError` on the others.
         CollectiveError
-            If ranks end different blocks, or have run different operations before.
+            If ranks have run different operations in the block, or are not in the same one.
 
         Notes
         -----
-        Collective over all dims at the end of the block: one Allgather of 56 bytes. What a rank has computed or
-        assigned in the block before the error stays. Blocks may be nested.
+        Collective over all dims at the end of the block: one Allgather of 56 bytes. After an error the ranks exchange
+        messages and complete the collectives that some of them have left. What a rank has computed or assigned in the
+        block before the error stays. Blocks may be nested, and those of several meshes too.
         """
-        outer, program.block = program.block, program.blocks + 1
-        program.blocks += 1
-        try:
-            yield
-            self.agree(tuple(self.dims), "attempt", {})
-        except Exception as error:
-            tell_once(error)
-            raise
-        finally:
-            program.block = outer
+        return _Attempt(self)
 
     def _begin_again(self) -> None:
         """Forget what this rank has run, as the others along the same dims do: a difference is reported once.
@@ -453,6 +482,39 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{dim}={size}' for dim, size in self.dims.items())})"
+
+
+class _Attempt:
+    """A block of `Mesh.attempt`."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._peers = mesh, mesh._peers
+
+    def __enter__(self) -> None:
+        if self._peers.closed is not None and not self._peers.blocks:
+            raise self._peers.refusal()
+        self._block = self._peers.begin()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        mesh, peers, own = self._mesh, self._peers, error
+        try:
+            if error is None:
+                try:
+                    mesh.agree(tuple(mesh.dims), "attempt", {})
+                except BaseException as late:
+                    error = late
+            if error is not None and mesh.size > 1:
+                if isinstance(error, CollectiveTimeout):
+                    raise peers.revoke(error)
+                error = end_block(peers, mesh._cart, self._block, error)
+        except BaseException as failure:
+            if not peers.outer_has_ended(self._block):
+                peers.revoke(failure)
+            raise
+        finally:
+            peers.leave(self._block)
+        if error is not None and error is not own:
+            raise error
 
 
 def _world_rank(

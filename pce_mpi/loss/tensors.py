@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.comm.communicators import give_up
-from pce_mpi.comm.doors import door, tell_from_here
-from pce_mpi.comm.program import program
+from pce_mpi.comm.communicators import tell
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.dtensors import Layout, call_on_mesh, groups_of, is_distributed
 from pce_mpi.loss.options import Function
@@ -25,31 +23,21 @@ from pce_mpi.loss.passes import MadeResiduals
 def tensors_for_tensors(function: Function) -> Function:
     """Make the results of a function tensors of torch if all arrays among its arguments are, those of residuals too.
 
-    It computes in the standard arithmetic. The other ranks hear of its errors. A call that is left in the middle, by
-    Ctrl-C, leaves its communicators marked as unusable.
+    It computes in the standard arithmetic. An error that the ranks have not agreed on is told to those of `comm` and
+    `batch_comm`.
     """
-    name, is_backward = function.__name__, function.__name__.endswith("_backward")
 
-    @door
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        communicates = is_backward or options.get("comm") is not None or options.get("batch_comm") is not None
-        if communicates:
-            program.count += 1
-            program.name = name
         try:
             with standard_arithmetic():
                 if "torch" in sys.modules:
                     return _called(function, arguments, options)
                 return function(*arguments, **options)
-        except Exception as error:
-            if communicates:
-                tell_from_here(error)
-            raise
         except BaseException as error:
             comms = [comm for each in arguments if isinstance(each, MadeResiduals) for comm in each._comms]
             comms += groups_of([*arguments, *options.values()])
-            give_up([*comms, options.get("comm"), options.get("batch_comm")], function.__name__, error)
+            tell(error, [*comms, options.get("comm"), options.get("batch_comm")], function.__name__)
             raise
 
     return call  # type: ignore[return-value]  # it has the signature of `function`

@@ -14,7 +14,7 @@ import numpy as np
 
 from pce_mpi.autograd.apply import Op, Vjp, apply
 from pce_mpi.autograd.rules import Rule
-from pce_mpi.comm.doors import telling
+from pce_mpi.comm.calls import public
 from pce_mpi.distributed.array import OPERATIONS, DistArray
 from pce_mpi.ops.classes import argmax
 from pce_mpi.ops.elementwise import abs
@@ -85,7 +85,7 @@ def op(
 
     operation.__name__ = operation.__qualname__ = made.name
     operation.__doc__ = forward.__doc__
-    return telling(operation)
+    return public(operation)
 
 
 # Functions whose name or arguments in NumPy differ from those in `OPERATIONS`.

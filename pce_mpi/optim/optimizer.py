@@ -13,7 +13,7 @@ import numpy as np
 
 from pce_mpi.arrays import Array, array_namespace, check_one_library, compute_dtype_of, to_host
 from pce_mpi.comm.agreement import agree, local_checks
-from pce_mpi.comm.doors import telling_methods
+from pce_mpi.comm.calls import public_methods
 from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray, described, redistribute
 from pce_mpi.distributed.creation import distribute
@@ -127,7 +127,7 @@ def option(name: str, meaning: str) -> Any:
     return property(read, assign, doc=f"{meaning}, in each group without one of its own.")
 
 
-@telling_methods
+@public_methods
 class Optimizer(ABC):
     """The common part of all optimizers: groups of parameters, communication, and the state that is saved.
 
@@ -144,6 +144,7 @@ class Optimizer(ABC):
         "_largest",
         "_meshes",
         "_params",
+        "_peers",
         "_steps",
         "defaults",
         "param_groups",
@@ -157,7 +158,7 @@ class Optimizer(ABC):
     _squares: tuple[str, ...] = ()
 
     def __init_subclass__(cls) -> None:
-        telling_methods(cls)
+        public_methods(cls)
 
     def __init__(self, parameters: Groups, **defaults: Any) -> None:
         groups = in_groups(parameters)
@@ -170,6 +171,7 @@ class Optimizer(ABC):
         self._group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
         self._options()
         self._meshes = meshes_of(self.parameters)
+        self._peers = self._meshes[0]._peers
         self._groups_on = [self._groups_of(mesh) for mesh in self._meshes]
         self._largest = max(parameter.local.size for parameter in self.parameters)
         for parameter in self.parameters:

@@ -17,6 +17,7 @@ import numpy as np
 
 from pce_mpi.arrays import REAL, as_array, is_floating, is_real, to_host
 from pce_mpi.comm.agreement import agree, all_gather_text, local_checks
+from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.errors import agreed, named, ranks_text
 from pce_mpi.comm.library import comm_text, is_comm
 from pce_mpi.comm.tracing import cause, untraced
@@ -88,7 +89,8 @@ class Together:
     def raise_together(self, failures: Sequence[str]) -> NoReturn:
         """Raise `AssertionError`, as all ranks do, with the first of `failures`."""
         more = [f"and {len(failures) - _MOST_FAILURES} more"] if len(failures) > _MOST_FAILURES else []
-        raise agreed(named(AssertionError("\n".join([*failures[:_MOST_FAILURES], *more]))), self.comm.size)
+        error = named(AssertionError("\n".join([*failures[:_MOST_FAILURES], *more])))
+        raise agreed(error, channel_of(self.comm, self.operation).peers, self.comm.size)
 
 
 def held_by(x: DistArray) -> tuple[Array, Place]:

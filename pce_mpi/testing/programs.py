@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pce_mpi.arrays import is_floating, is_real
 from pce_mpi.comm.agreement import local_checks
-from pce_mpi.comm.doors import telling
+from pce_mpi.comm.calls import public
 from pce_mpi.comm.library import comm_text, is_comm
-from pce_mpi.comm.program import current_line
 from pce_mpi.comm.tracing import current_phase, current_scope, listening
+from pce_mpi.comm.waits import current_line
 from pce_mpi.distributed.array import DistArray
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.testing.assertions import Place, Together, elements_off, held_by, leaves, not_negative, other_bits, part_of
@@ -29,7 +30,7 @@ Array = np.ndarray[Any, Any]
 __tracebackhide__ = True  # as in assertions.py
 
 
-@telling
+@partial(public, finds_mesh=False)
 def compare_with_one_process(
     program: Callable[[Mesh], object], mesh: Mesh | MPI.Intracomm, *, most: float = 64.0, bits: bool = False
 ) -> None:
@@ -86,7 +87,7 @@ def compare_with_one_process(
     if not isinstance(mesh, Mesh):
         if not is_comm(mesh):
             raise TypeError(f"mesh must be a Mesh or an mpi4py intracommunicator, got {comm_text(mesh)}")
-        mesh = Mesh(mesh, data=mesh.size)
+        return compare_with_one_process(program, Mesh(mesh, data=mesh.size), most=most, bits=bits)
     if mesh.is_hollow:
         raise TypeError("compare_with_one_process compares elements, which arrays of a mesh without ranks do not have")
     ranks = Together("compare_with_one_process", *mesh.along(mesh.dims))

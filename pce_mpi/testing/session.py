@@ -28,11 +28,11 @@ import warnings
 
 import pytest
 
-from pce_mpi.comm.board import count_errors, tell
 from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.errors import ranks_text
 from pce_mpi.comm.library import mpi
-from pce_mpi.comm.program import program
+from pce_mpi.comm.peers import all_peers
+from pce_mpi.comm.restoring import report_of, restore
 from pce_mpi.jobs.journal import Journal
 from pce_mpi.jobs.patience import Patience, slowdown
 from pce_mpi.testing.examples import keep_in_step
@@ -74,6 +74,8 @@ class RankSession:
         self._collected: dict[str, Data] = {}
         self._deselected = 0
         self._phase = "the collection of tests"  # that runs; "" once no more is watched
+        self._peers: Any = None
+        self._block = 0  # of the phase that runs
         self._quiet = _Quiet()
         # The folder of `rank_tmp_path`, which rank 0 makes and tells the others of.
         self.shared = Path(tempfile.mkdtemp(prefix="pytest-ranks-", dir=folder) if self.rank == 0 else "")
@@ -152,7 +154,7 @@ class RankSession:
         session.testscollected = len(tests)
         if self.comm:
             # From now on, an error on one rank is told to those that wait for it.
-            channel_of(mpi().COMM_WORLD, "pytest")
+            self._peers = channel_of(mpi().COMM_WORLD, "pytest").peers
             self.shared = self.comm.bcast(self.shared if self.rank == 0 else None)
         self._report("collected", tests=tests, deselected=self._deselected)
         return result
@@ -192,6 +194,7 @@ class RankSession:
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         self._phase = nodeid
+        self._begin_phase()
         self._report("started", test=nodeid, location=location)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -205,21 +208,38 @@ class RankSession:
             error = call.excinfo.value
             if "origin" in vars(error):
                 vars(report)["heard"] = f"{type(error).__name__}: {error}"
-            tell(error, [])  # ranks that wait in this package hear of it
+            if self._block:  # ranks that wait in this package hear of it
+                self._peers.report(self._block, report_of(self._peers, error))
         if self.orders.terminal and report.failed:
             self._debug(item, call, report)
         if self.comm is None:
             return report
         text = "" if report.passed else report.longreprtext or report.outcome
         waiting = self.waiting(f"{item.nodeid} ({report.when})", text, report.outcome, report)
-        passed, errors = exchange(self.comm, report.passed, program.errors, waiting)
+        has_errors = any(peers.has_errors for peers in all_peers())
+        passed, errors = exchange(self.comm, report.passed, has_errors, waiting)
         if not passed:
             reports = self.comm.allgather(self._data(report))
             if {each["outcome"] for each in reports} != {"skipped"}:
                 self._merge(report, reports)
-        if report.when == "teardown":  # no rank hears in the next test of an error that this one has caught
-            count_errors(errors)
+        self._end_phase(settle=not passed or errors > 0)
+        if report.when != "teardown":
+            self._begin_phase()
         return report
+
+    # A phase is as a block of `Mesh.attempt`: no rank hears in the next one of an error of this one.
+
+    def _begin_phase(self) -> None:
+        self._block = self._peers.begin() if self._peers else 0
+
+    def _end_phase(self, settle: bool) -> None:
+        block, self._block = self._block, 0
+        if not block:
+            return
+        self._peers.leave(block)
+        if settle:
+            self._peers.report(block + 1, report_of(self._peers, None))
+            restore(self._peers, self._peers.all_reports(block + 1))
 
     def _merge(self, report: pytest.TestReport, reports: list[Data]) -> None:
         """Make one report of those of all ranks, of which some have not passed."""

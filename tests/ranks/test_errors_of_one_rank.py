@@ -178,24 +178,52 @@ def met(at: At, found: Any) -> None:
     pce.fingerprint(at.whole)
 
 
+def assert_heard(everywhere: list[tuple[str, str, float]], last: int) -> None:
+    """All ranks have raised the error of the last one, with its words."""
+    kind, text, _ = everywhere[last]
+    words = text.partition(f" (rank {last}")[0]
+    assert kind in {"TypeError", "ValueError", "IndexError", "NotImplementedError", "AttributeError", "CollectiveError"}
+    for rank, (other, text, seconds) in enumerate(everywhere):
+        assert other == kind
+        assert words in text
+        assert f"(rank {last}" in text or rank == last
+        assert seconds < AT_MOST
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("grid", LINE_AND_GRID)
 def test_wrong_argument_of_one_rank_raises_everywhere(comm, name, grid, impatient):
     at = At(comm, grid)
     last = comm.size - 1
     met(at, CALLS[name](at, False))
-    found = outcome(lambda: met(at, CALLS[name](at, comm.rank == last)))
-    afterwards = outcome(lambda: np.testing.assert_allclose(at.x.mean().full(), at.values.mean()))
-    everywhere, later = comm.allgather(found), comm.allgather(afterwards)
-    kind, text, _ = everywhere[last]
-    said = text.partition(f" (rank {last}")[0]
-    assert kind in {"TypeError", "ValueError", "IndexError", "NotImplementedError", "RuntimeError", "CollectiveError"}
-    for rank, (other, words, seconds) in enumerate(everywhere):
-        assert other == kind
-        assert said in words
-        assert f"(rank {last}" in words or rank == last
-        assert seconds < AT_MOST
-    assert [each[:2] for each in later] == [("", "")] * comm.size
+    error = outcome(lambda: met(at, CALLS[name](at, comm.rank == last)))
+    later = outcome(lambda: np.testing.assert_allclose(at.x.mean().full(), at.values.mean()))
+    again = outcome(lambda: at.x.sum().full())
+    everywhere, afterwards = comm.allgather(error), comm.allgather((later[:2], again[:2]))
+    assert_heard(everywhere, last)
+    if comm.size == 1 or all(each == (("", ""), ("", "")) for each in afterwards):  # the ranks have agreed
+        return
+    for results in afterwards:  # the mesh is closed
+        for kind, text in results:
+            assert kind == "CollectiveError"
+            assert "this mesh is closed since an error" in text
+            assert f"(rank {last}" in text
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("grid", LINE_AND_GRID)
+def test_wrong_argument_within_attempt_leaves_the_mesh_usable(comm, name, grid, impatient):
+    at = At(comm, grid)
+    last = comm.size - 1
+
+    def step(is_bad: bool) -> None:
+        with at.mesh.attempt():
+            met(at, CALLS[name](at, is_bad))
+
+    error = outcome(lambda: step(comm.rank == last))
+    step(False)
+    np.testing.assert_allclose(at.x.mean().full(), at.values.mean())
+    assert_heard(comm.allgather(error), last)
 
 
 @pytest.mark.ranks(3)
@@ -203,6 +231,6 @@ def test_error_is_heard_before_a_rank_sleeps(comm, impatient, monkeypatch):
     at = At(comm, False)
     monkeypatch.setattr(communicators, "_YIELDS", 10**6)
     monkeypatch.setattr(communicators.Channel, "_wait_longer", lambda *_: pytest.fail("it sleeps"))
-    with pytest.raises(ValueError, match="7"):
+    with pytest.raises(ValueError, match="7"), at.mesh.attempt():
         met(at, CALLS["axis of sum"](at, comm.rank == 0))
     assert at.x.mean().full() == pytest.approx(at.values.mean())

@@ -1,0 +1,91 @@
+"""The public functions over a mesh: each call is counted, and an error that leaves one is told to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import wraps
+from inspect import isfunction
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+from pce_mpi.comm.peers import Peers, tell_peers
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type)
+
+_NOBODY = Peers(None)
+# Those of the last call: of one whose arguments name no mesh, as where one is wrong.
+_last = _NOBODY
+
+
+# Values in a list, and lists within lists, beyond which no mesh is looked for.
+_MOST_VALUES, _DEPTH = 1000, 2
+
+
+def peers_in(values: Iterable[Any], depth: int = 0) -> Iterator[Peers]:
+    """Yield the ranks of each mesh that arguments name: of distributed arrays, meshes and optimizers, also in lists."""
+    lists = []
+    for value in islice(values, _MOST_VALUES):
+        if isinstance(value, tuple | list | dict):
+            lists.append(value)
+        elif isinstance(peers := getattr(value, "_peers", None), Peers):
+            yield peers
+    for several in lists if depth < _DEPTH else ():
+        yield from peers_in(several.values() if isinstance(several, dict) else several, depth + 1)
+
+
+def public(function: Function, *, counts: bool = True, finds_mesh: bool = True) -> Function:
+    """Make `function`, which users call, count its calls and tell its errors to the ranks of its mesh.
+
+    One that ranks may call alone `counts` nothing where it communicates nothing. Unless `finds_mesh`, it takes no mesh
+    but the one among its arguments.
+    """
+
+    name = function.__name__
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        global _last
+        peers = getattr(arguments[0], "_peers", None) if arguments else None
+        if type(peers) is not Peers:
+            peers = next(peers_in((*arguments, *options.values())), _last if finds_mesh else _NOBODY)
+        if peers.operation:  # the call that this one is a part of is counted, and tells
+            return function(*arguments, **options)
+        if peers.closed is not None:
+            raise peers.refusal()
+        try:
+            peers.operation = name
+            peers.number += counts
+            if peers.size > 1:
+                _last = peers
+            return function(*arguments, **options)
+        except BaseException as error:
+            peers.operation = ""
+            tell_peers(error, [peers, *peers_in((*arguments, *options.values()))])
+            raise
+        finally:
+            peers.operation = ""
+
+    return cast(Function, call)
+
+
+def public_functions(names: dict[str, Any], but: Collection[str], *folders: str) -> None:
+    """Make the functions among `names` public that are defined in `folders`, but those that cannot communicate."""
+    for name in names["__all__"]:
+        if isfunction(value := names[name]) and value.__module__.startswith(folders) and name not in but:
+            names[name] = call = public(value)
+            call.__module__ = "pce_mpi"  # where it is found to be pickled
+
+
+def public_methods(kind: Kind, but: Collection[str] = (), uncounted: Collection[str] = ()) -> Kind:
+    """Make the methods of the class `kind` that users call, its operators and what they assign, public."""
+    for name, value in list(vars(kind).items()):
+        if (name.startswith("_") and not name.endswith("__")) or name in but:
+            continue
+        if isfunction(value) and value.__name__ not in but:
+            setattr(kind, name, public(value, counts=name not in uncounted))
+        elif isinstance(value, classmethod):
+            setattr(kind, name, classmethod(public(value.__func__)))
+        elif isinstance(value, property) and value.fset:
+            setattr(kind, name, value.setter(public(value.fset)))
+    return kind
