@@ -29,6 +29,7 @@ from pce_mpi.comm.errors import (
 )
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.tracing import Purpose, cause
+from pce_mpi.hints import HINTS, hinted
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -168,11 +169,13 @@ def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str
 def _differences(descriptions: list[str], over: str) -> str:
     calls: list[dict[str, str]] = [json.loads(text) for text in descriptions]
     names = list(dict.fromkeys(name for call in calls for name in call))
-    differing = []
+    differing, mistakes = [], []
     for name in names:
         values = {rank: call.get(name, "not given") for rank, call in enumerate(calls)}
         if len(set(values.values())) > 1:
             differing.append(f"{name}: {text_by_rank(values, over)}")
+            if over == "comm" and f"{name} differ" in HINTS:
+                mistakes.append(f"{name} differ")
         if name == "operation" and differing:
             break  # the arguments of two different functions are not worth comparing
-    return "ranks disagree on " + "; ".join(differing)
+    return hinted("ranks disagree on " + "; ".join(differing), *mistakes)
