@@ -169,13 +169,13 @@ def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str
 def _differences(descriptions: list[str], over: str) -> str:
     calls: list[dict[str, str]] = [json.loads(text) for text in descriptions]
     names = list(dict.fromkeys(name for call in calls for name in call))
-    differing, mistakes = [], []
+    differing = {}
     for name in names:
         values = {rank: call.get(name, "not given") for rank, call in enumerate(calls)}
         if len(set(values.values())) > 1:
-            differing.append(f"{name}: {text_by_rank(values, over)}")
-            if over == "comm" and f"{name} differ" in HINTS:
-                mistakes.append(f"{name} differ")
+            differing[f"{name} differ"] = f"{name}: {text_by_rank(values, over)}"
         if name == "operation" and differing:
             break  # the arguments of two different functions are not worth comparing
-    return hinted("ranks disagree on " + "; ".join(differing), *mistakes)
+    # Several differences are another mistake, and the options that hints name are those of plain arrays.
+    mistakes = differing.keys() & HINTS.keys() if len(differing) == 1 and over == "comm" else ()
+    return hinted("ranks disagree on " + "; ".join(differing.values()), *mistakes)
