@@ -41,6 +41,7 @@ from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Placement, Replicate
 from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.exact.arithmetic import Arithmetic, converted, current
+from pce_mpi.hints import hinted
 from pce_mpi.hollow import Allocation, Hollow, hollow, open_ledger
 
 Vjp = Callable[..., Any]
@@ -161,7 +162,8 @@ def operands_of(name: str, values: Sequence[Any]) -> list[DistArray]:
     for index, value in enumerate(values):
         if isinstance(value, DistArray):
             if value.mesh is not first.mesh:
-                raise ValueError(f"{name} takes operands of one mesh, got {first.mesh} and another {value.mesh}")
+                text = f"{name} takes operands of one mesh, got {first.mesh} and another {value.mesh}"
+                raise ValueError(hinted(text, "two meshes"))
             operand = value
         else:
             array = _plain_operand(value, values, first, f"operand {index} of {name}")

@@ -14,6 +14,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
+from pce_mpi.hints import hinted
+
 Gradient = Any
 Vjp = Callable[[Any], Sequence[Gradient | None]]
 
@@ -72,7 +74,8 @@ def backward(
             return
         _, node = heappop(waiting)
         if node.vjp is None:
-            raise RuntimeError(f"the result of {node.name} has been through a backward pass, which freed its tape")
+            text = f"the result of {node.name} has been through a backward pass, which freed its tape"
+            raise RuntimeError(hinted(text, "second backward"))
         enter(node.arithmetic)
         arrived = zip(node.parents, node.vjp(gradients.pop(node.number)), strict=True)
         node.parents, node.vjp = (), None

@@ -29,6 +29,7 @@ from pce_mpi.comm.errors import (
 )
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.tracing import Purpose, cause
+from pce_mpi.hints import HINTS, hinted
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -188,11 +189,15 @@ def _differences(descriptions: list[str], over: str) -> str:
     """Return what differs between the calls of the ranks, as text; "" if nothing does."""
     calls: list[dict[str, str]] = [json.loads(text) for text in descriptions]
     names = list(dict.fromkeys(name for call in calls for name in call))
-    differing = []
+    differing = {}
     for name in names:
         values = {rank: call.get(name, "not given") for rank, call in enumerate(calls)}
         if len(set(values.values())) > 1:
-            differing.append(f"{name}: {text_by_rank(values, over)}")
+            differing[f"{name} differ"] = f"{name}: {text_by_rank(values, over)}"
         if name == "operation" and differing:
             break  # the arguments of two different functions are not worth comparing
-    return "ranks disagree on " + "; ".join(differing) if differing else ""
+    if not differing:
+        return ""
+    # Several differences are another mistake, and the options that hints name are those of plain arrays.
+    mistakes = differing.keys() & HINTS.keys() if len(differing) == 1 and over == "comm" else ()
+    return hinted("ranks disagree on " + "; ".join(differing.values()), *mistakes)

@@ -22,10 +22,14 @@ from pce_mpi.distributed.plotting import array_size, draw_array
 from pce_mpi.distributed.redistribution import checked_dtype, run_step
 from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.gpu import numbers_in
+from pce_mpi.hints import hinted
 from pce_mpi.hollow import enter
 from pce_mpi.svg import new_figure, svg_or_none
 
 X = TypeVar("X")
+
+# Where arrays of other libraries have their numbers.
+_OF_OTHER_LIBRARIES = {"asnumpy", "cpu", "data", "flat", "get", "numpy", "to_numpy", "tolist", "values"}
 
 #: the operations on distributed arrays by name; `operation` enters them
 OPERATIONS: dict[str, Callable[..., Any]] = {}
@@ -347,6 +351,20 @@ class DistArray:
     def __abs__(self) -> DistArray:
         return OPERATIONS["abs"](self)
 
+    def __setitem__(self, *_: Any) -> NoReturn:
+        raise TypeError(hinted("a distributed array does not support item assignment", "assignment"))
+
+    if not TYPE_CHECKING:  # for which DistArray would have every attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Python asks here for what it does not find. The error is its own, so that libraries may look for names.
+            try:
+                return object.__getattribute__(self, name)
+            except AttributeError as error:
+                if name in _OF_OTHER_LIBRARIES:
+                    error.args = (hinted(str(error), "array of another library"),)
+                raise
+
     def __getitem__(self, index: Any) -> DistArray:
         return OPERATIONS["getitem"](self, index)
 
@@ -516,7 +534,7 @@ class DistArray:
 _ON_ONE_RANK = {"__init__", "__repr__", "__copy__", "__deepcopy__", "__reduce__", "__bool__", "__len__", "__array__"}
 # Where these communicate, they agree; of an array that all ranks hold, any rank may ask for the numbers.
 _READING = {"full", "item", "__float__", "__int__", "__index__", "__complex__", "__format__"}
-public_methods(DistArray, {"call", "plot", "own_memory", "detach", *_ON_ONE_RANK}, _READING)
+public_methods(DistArray, {"call", "plot", "own_memory", "detach", "__getattr__", *_ON_ONE_RANK}, _READING)
 
 
 def redistribute(x: DistArray, destination: Sharding) -> DistArray:

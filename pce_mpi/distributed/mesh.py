@@ -31,6 +31,7 @@ from pce_mpi.distributed.placements import checked_dims
 from pce_mpi.distributed.plotting import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims, Sharding
 from pce_mpi.exact.arithmetic import check_settings, current
+from pce_mpi.hints import hinting_at_position
 from pce_mpi.svg import new_figure, svg_or_none
 from pce_mpi.validation import check_floating_point
 
@@ -98,6 +99,7 @@ class Mesh:
     Mesh(data=1, classes=1)
     """
 
+    @hinting_at_position("sizes without names")
     def __init__(self, comm: MPI.Intracomm, /, **dims: int) -> None:
         if not is_comm(comm):
             raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm_text(comm)}")

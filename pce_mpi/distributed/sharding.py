@@ -26,6 +26,7 @@ from typing import Literal
 from weakref import WeakValueDictionary
 
 from pce_mpi.distributed.placements import Partial, Placement, Placements, Replicate, Shard, shard_range
+from pce_mpi.hints import hinted
 
 Dims = tuple[tuple[str, int], ...]
 Coordinates = Mapping[str, int]
@@ -57,7 +58,7 @@ class Sharding:
         """
         for name, placement in placements.items():
             if not isinstance(placement, Placement):
-                raise TypeError(f"{name} must be Shard(axis), Replicate() or Partial(operator), got {placement!r}")
+                raise TypeError(_no_placement(name, placement))
         return _sharding(dims, tuple(shape), tuple(placements.items()), tuple((splits or {}).items()))
 
     def __new__(
@@ -239,6 +240,11 @@ def _sharding(
         sizes = tuple(size for (_, size), placement in zip(dims, placed, strict=True) if placement == Shard(axis))
         all_splits.append(of_axes.get(axis, balanced_splits(length, sizes)) if sizes else None)
     return Sharding(dims, shape, tuple(placed), tuple(all_splits))
+
+
+def _no_placement(name: str, value: object) -> str:
+    text = f"{name} must be Shard(axis), Replicate() or Partial(operator), got {value!r}"
+    return hinted(text, "class of placements") if isinstance(value, type) else text
 
 
 def _normalized(placement: Placement, dim: str, ndim: int) -> Placement:

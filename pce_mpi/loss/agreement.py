@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
+import json
 import math
 import operator
 from typing import Any
@@ -17,21 +18,24 @@ import zlib
 import numpy as np
 
 from pce_mpi.arrays import Array, HostArray, array_namespace, cupy_of, number_of, to_host
-from pce_mpi.comm.agreement import Signature, agree_on_call, local_checks, raise_together
+from pce_mpi.comm.agreement import Signature, agree_on_call, all_gather_text, local_checks, raise_together
 from pce_mpi.comm.errors import CollectiveError, ranks_text, text_by_rank
 from pce_mpi.comm.library import check_comm, is_comm
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.gpu import Download
+from pce_mpi.hints import hinted
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import host_kernel, kernel_of, sets_arithmetic
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.problem import LARGEST, Pending, Problem, check, class_numbers_of, target_text
+from pce_mpi.loss.problem import LARGEST, Pending, Problem, check, class_numbers_of, entry_text, target_text
 from pce_mpi.validation import check_floating_point
 
 Facts = tuple[int, ...]
 # In place of `_values` that are told later; the highest target is none.
 _LATER = -1, 0, 0, 0
 _NOTHING = Pending()
+# So many parts of an array are compared at a time.
+_PARTS = 64
 
 
 def prepare(options: Options, logits: Any, targets: Any = None, **more: Any) -> Problem:
@@ -187,14 +191,15 @@ def _check_values(
     """Check what the ranks of `comm` say of the values of their arrays."""
     comm, over = problem.options.comm, problem.options.over
     if max(highest) >= num_classes:
-        out_of_range = _out_of_range(problem, num_classes, hint=comm is None and over == "comm")
+        out_of_range = _out_of_range(problem, num_classes)
         if comm is None:
             raise out_of_range or _changed()
         raise_together(comm, problem.options.operation, out_of_range, over=over)
-    for name, values in ((problem.targets_name, checksums), ("hidden", sums)):
-        if values.count(values[0]) < len(values):
-            by_rank = text_by_rank({rank: f"checksum {value:08x}" for rank, value in enumerate(values)}, over)
-            raise CollectiveError(f"ranks disagree on the values of {name}: {by_rank}")
+    if checksums.count(checksums[0]) < len(checksums):
+        raise CollectiveError(_difference(problem, problem.targets_name, problem.alike, problem.targets_shape))
+    if sums.count(sums[0]) < len(sums):
+        hidden: Any = problem.hidden
+        raise CollectiveError(_difference(problem, "hidden", hidden, (*problem.rows_shape, hidden.shape[-1])))
     name = "logits" if problem.sharded[0] is problem.logits else "w"
     _check_not_gathered(problem.shards[1], samples, over, name)
 
@@ -220,6 +225,34 @@ def _values(problem: Problem) -> Facts:
     checksum = 0 if problem.alike is None else zlib.crc32(problem.alike.data)
     hidden = 0 if problem.hidden is None else _checksum(problem.hidden)
     return problem.highest_target, checksum, of_sample, hidden
+
+
+def _difference(problem: Problem, name: str, array: Any, shape: Facts) -> str:
+    """Return the text of the error for arrays that differ, with the first element that does.
+
+    Collective over `comm`: two Allgathers for each factor of 64 in the number of elements, and two more. The checksum
+    of an array on the host follows from those of its parts, so that one of them differs.
+    """
+    options = problem.options
+    gather = partial(all_gather_text, comm=options.comm, operation=options.operation, over=options.over)
+    numbers = np.ascontiguousarray(to_host(array)).reshape(-1)
+    bits = numbers.view(f"u{numbers.itemsize}")
+    start, stop = 0, bits.size
+    while stop - start > 1:
+        length = -((start - stop) // _PARTS)
+        parts = range(start, stop, length)
+        sums = json.dumps([zlib.crc32(bits[part : min(part + length, stop)].data) for part in parts])
+        everyones = zip(*map(json.loads, gather(sums)), strict=True)
+        differing = [part for part, several in zip(parts, everyones, strict=True) if len({*several}) > 1]
+        if not differing:  # the checksum of the same array on a GPU is another one
+            libraries = dict(enumerate(gather(array_namespace(array).__name__)))
+            return f"ranks disagree on the library of {name}: {text_by_rank(libraries, options.over)}"
+        start, stop = differing[0], min(differing[0] + length, stop)
+    number = numbers[start]
+    text = str(number) if number == number else f"{number} of bits {bits[start]:#x}"
+    by_rank = text_by_rank(dict(enumerate(gather(text))), options.over)
+    text = f"ranks disagree on the values of {name}: {entry_text(shape, start, name)} = {by_rank}"
+    return hinted(text, "values differ", name=name)
 
 
 def _checksum(array: Any) -> int:
@@ -302,7 +335,8 @@ def _check_ranges(starts: Sequence[int], counts: Sequence[int], over: str) -> No
                 for rank, (start, count) in enumerate(zip(starts, counts, strict=True))
             )
             problem = "overlap" if starts[rank] < expected else "leave a gap"
-            raise ValueError(f"class ranges {problem} at class {min(starts[rank], expected)}: {ranges}")
+            text = f"class ranges {problem} at class {min(starts[rank], expected)}: {ranges}"
+            raise ValueError(hinted(text, "class_start by hand"))
         expected += counts[rank]
 
 
@@ -310,7 +344,12 @@ def _changed() -> RuntimeError:
     return RuntimeError("targets changed while they were checked")
 
 
-def _out_of_range(problem: Problem, num_classes: int, hint: bool) -> IndexError | None:
+def _out_of_range(problem: Problem, num_classes: int) -> IndexError | None:
+    mistakes = []
+    if problem.options.comm is not None:
+        mistakes = ["other class numbers"]
+    elif problem.options.over == "comm":
+        mistakes = ["forgotten comm"]
     found: list[tuple[str, HostArray, Facts, HostArray | bool]] = []
     if problem.targets is not None:
         found.append((problem.targets_name, problem.targets, problem.targets_shape, problem.valid))
@@ -319,6 +358,8 @@ def _out_of_range(problem: Problem, num_classes: int, hint: bool) -> IndexError 
     for name, numbers, shape, valid in found:
         wrong = np.flatnonzero(valid & ((numbers < 0) | (numbers >= num_classes)))
         if wrong.size:
+            if name == "targets" and np.all(numbers[wrong] == -1):
+                mistakes = ["-1 for no class"]
             text = f"{target_text(numbers, shape, wrong[0], name)} is outside [0, {num_classes})"
-            return IndexError(f"{text}: without comm, these logits are all classes" if hint else text)
+            return IndexError(hinted(text, *mistakes))
     return None

@@ -30,6 +30,7 @@ from pce_mpi.arrays import (
 from pce_mpi.comm.agreement import Signature
 from pce_mpi.comm.library import check_comm, same_ranks
 from pce_mpi.gpu import Download, check_on_current_gpu
+from pce_mpi.hints import hinted
 from pce_mpi.kernels import converted, kernel_of
 from pce_mpi.kernels.interface import ClassWeights, Precision, Transform
 from pce_mpi.kernels.losses import LossTerms
@@ -312,10 +313,13 @@ def _check_targets(
     if not is_floating(targets.dtype):
         raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
     if targets.shape != logits.shape:
-        raise ValueError(
+        text = (
             f"targets of dtype {targets.dtype} are probabilities and must have the logits' shape, {logits.shape}, "
-            f"got {targets.shape}; class numbers must be integers"
+            f"got {targets.shape}"
         )
+        if targets.ndim == logits.ndim:
+            raise ValueError(hinted(text, "probabilities of all classes"))
+        raise ValueError(f"{text}; class numbers must be integers")
     if ignore_index >= 0:
         raise ValueError(f"probability targets have no ignored rows, got ignore_index = {ignore_index}")
     return None, targets
@@ -416,5 +420,10 @@ def _lends_memory(value: Any) -> bool:
 
 def target_text(targets: HostArray, shape: tuple[int, ...], entry: int, name: str = "targets") -> str:
     """Return the text of one of the targets, which are flat, for a message: 'targets[3] = 16'."""
+    return f"{entry_text(shape, entry, name)} = {targets[entry]}"
+
+
+def entry_text(shape: tuple[int, ...], entry: int, name: str) -> str:
+    """Return the text of an element of a flattened array of this shape: 'targets[3]'."""
     index = ", ".join(str(int(i)) for i in np.unravel_index(entry, shape)) if shape else "()"
-    return f"{name}[{index}] = {targets[entry]}"
+    return f"{name}[{index}]"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pce_mpi.comm.communicators import tell
+from pce_mpi.hints import hint_at_position
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.dtensors import Layout, call_on_mesh, groups_of, is_distributed
 from pce_mpi.loss.options import Function
@@ -35,6 +36,7 @@ def tensors_for_tensors(function: Function) -> Function:
                     return _called(function, arguments, options)
                 return function(*arguments, **options)
         except BaseException as error:
+            hint_at_position(error, function, "comm by position")
             comms = [comm for each in arguments if isinstance(each, MadeResiduals) for comm in each._comms]
             comms += groups_of([*arguments, *options.values()])
             tell(error, [*comms, options.get("comm"), options.get("batch_comm")], function.__name__)

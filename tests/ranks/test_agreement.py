@@ -17,6 +17,7 @@ import pce_mpi as pce
 from pce_mpi import CollectiveError, dense, shard_range
 from pce_mpi.comm.agreement import FACTS, agree
 from pce_mpi.comm.tracing import Purpose
+from pce_mpi.hints import HINTS, hinted
 from pce_mpi.loss.agreement import prepare
 from pce_mpi.loss.options import Options
 from pce_mpi.loss.passes import forward
@@ -280,12 +281,17 @@ COMPUTE_DTYPE = "compute_dtype must be float32, float64 or None, got "
 NOT_THE_LOGITS = "out must be exactly the logits, or share no memory with them"
 NOT_AN_INPUT = "out must not share memory with another argument"
 
+
+def outside(target: str, mistake: str = "other class numbers") -> str:
+    return hinted(f"{target} is outside [0, 16)", mistake)
+
+
 # Errors that one rank finds by itself.
 BAD = [
-    Wrong(IndexError, "targets[3] = 16 is outside [0, 16)", with_target(3, 16)),
-    Wrong(IndexError, "targets[1] = -1 is outside [0, 16)", with_target(1, -1)),
-    Wrong(IndexError, "targets[0] = 9223372036854775807 is outside [0, 16)", with_target(0, 2**63 - 1)),
-    Wrong(IndexError, "targets[4] = -100 is outside [0, 16)", with_target(4, -100), {"ignore_index": -1}),
+    Wrong(IndexError, outside("targets[3] = 16"), with_target(3, 16)),
+    Wrong(IndexError, outside("targets[1] = -1", "-1 for no class"), with_target(1, -1)),
+    Wrong(IndexError, outside("targets[0] = 9223372036854775807"), with_target(0, 2**63 - 1)),
+    Wrong(IndexError, outside("targets[4] = -100"), with_target(4, -100), {"ignore_index": -1}),
     Wrong(
         IndexError,
         "targets[2] = 18446744073709551615 is no class number",
@@ -398,8 +404,9 @@ BAD = [
 
 
 def differ(name: str, theirs: str, its: str, changes: Changes, everywhere: Changes = NOTHING) -> Wrong:
-    text = f"{name}: {theirs} {{others}}, {its} {{last}}"
-    return Wrong(CollectiveError, f"ranks disagree on {text}", changes, everywhere)
+    text = f"ranks disagree on {name}: {theirs} {{others}}, {its} {{last}}"
+    hint = [f"{name} differ"] if f"{name} differ" in HINTS else []
+    return Wrong(CollectiveError, hinted(text, *hint), changes, everywhere)
 
 
 def option(name: str, theirs: Any, its: Any) -> Wrong:
@@ -833,7 +840,7 @@ def test_target_out_of_range_reaches_grid(comm, cupy, on_gpu):
             arguments["targets"] = np.full_like(arguments["targets"], CLASSES)
         if on_gpu:
             arguments |= {name: cupy.asarray(arguments[name]) for name in ("logits", "targets")}
-        said = f"targets[0] = 16 is outside [0, 16) {ranks_text(*range(grid.comm.size))}"
+        said = f"{outside('targets[0] = 16')} {ranks_text(*range(grid.comm.size))}"
         text = grid.assert_refused(pce.softmax_cross_entropy, arguments, IndexError, said)
         assert f"(rank {grid.row_groups - 1} of batch_comm)" in text or grid.row_groups == 1
 
