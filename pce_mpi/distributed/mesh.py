@@ -16,7 +16,7 @@ from pce_mpi.comm.agreement import agree, agree_on_call, all_gather_text, local_
 from pce_mpi.comm.board import tell_once, world_ranks
 from pce_mpi.comm.communicators import channel_of, garbage_count, give_back, made, new_number, open_channel
 from pce_mpi.comm.doors import telling
-from pce_mpi.comm.errors import CollectiveError, RanksAlong, named, text_by_rank
+from pce_mpi.comm.errors import CollectiveError, RanksAlong, agreed, named, text_by_rank
 from pce_mpi.comm.library import comm_text, is_comm, mpi
 from pce_mpi.comm.program import program
 from pce_mpi.comm.rehearsed import FakeComm
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mpi4py import MPI
 
-# The number of past operations that can be told apart by name.
+# The number of past operations that can be told apart by name, and that of plain arrays: a model has more of these.
 _REMEMBERED = 64
+_REMEMBERED_ARRAYS = 1024
 # Stands for all operations before a refused one.
 _REFUSED = "an operation that was refused"
 # A sharded axis has a split point for each rank: an operation on this many takes seconds and 100 MB.
@@ -160,6 +161,8 @@ class Mesh:
         self._in_world = None if isinstance(cart, FakeComm) else world_ranks(cart)
         self._along: dict[tuple[str, ...], tuple[Any, RanksAlong]] = {}
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
+        self._arrays: deque[tuple[int, str, int]] = deque(maxlen=_REMEMBERED_ARRAYS)
+        self._passed = 0
         self._fault: Exception | None = None
         self.is_hollow = isinstance(cart, FakeComm)
         # Without ranks, the shardings of all arrays: they say which ranks would hold arrays of other shapes.
@@ -259,7 +262,7 @@ class Mesh:
         assert board is not None
         board.listener, board.over = comm.refused, over
 
-    def note(self, checksum: int, what: str, in_full: str) -> None:
+    def note(self, checksum: int, what: str, in_full: str, arrays: Sequence[tuple[str, int]] = ()) -> None:
         """Remember that this rank has run an operation.
 
         Most operations send nothing, so ranks that run different ones do not notice it. The next `agree` does.
@@ -272,6 +275,8 @@ class Mesh:
             The name of the operation.
         in_full : str
             All that must be the same on every rank.
+        arrays : sequence of (str, int), optional
+            For plain arrays that must be the same on every rank, where they were passed, and their checksums.
 
         Notes
         -----
@@ -280,6 +285,11 @@ class Mesh:
         """
         if current().rounds_to_nearest:
             self._look_at_arithmetic()
+        if arrays:
+            checksum = hash((checksum, *[number for _, number in arrays]))
+            for where, number in arrays:
+                self._passed += 1
+                self._arrays.append((self._passed, where, number))
         self._history = hash((self._history, checksum))  # the hash of whole numbers is the same in every process
         self._recent.append((self._history, what, in_full))
 
@@ -365,10 +375,11 @@ class Mesh:
         histories, others = agree_on_call(comm, known, facts, error=error, over=over, ranks_named=ranks_named)
         # Ranks may have run other operations before an error of one of them: they are not compared.
         if self._beginnings == beginnings and histories != (self._history,) * len(histories):
-            texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
+            remembered = json.dumps([list(self._recent), list(self._arrays)])
+            texts = all_gather_text(remembered, comm, operation=operation, over=over)
             self._begin_again()
-            difference = _first_difference([json.loads(text) for text in texts], over)
-            raise named(CollectiveError(difference))
+            recent, arrays = zip(*map(json.loads, texts), strict=True)
+            raise agreed(named(CollectiveError(_first_difference(recent, arrays, over))), comm.size)
         return list(others)
 
     @contextmanager
@@ -416,6 +427,8 @@ class Mesh:
         """
         self._history, self._fault, self._beginnings = 0, None, self._beginnings + 1
         self._recent.clear()
+        self._arrays.clear()
+        self._passed = 0
         self._recent.append((0, _REFUSED, _REFUSED))
 
     def __copy__(self) -> Mesh:
@@ -480,8 +493,10 @@ def text_of_dims(dims: Collection[str]) -> str:
     return ", ".join(dims)
 
 
-def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> str:
-    """Name the first operation that differs between the ranks, among those that they remember."""
+def _first_difference(
+    recent: Sequence[list[tuple[int, str, str]]], arrays: Sequence[list[tuple[int, str, int]]], over: str
+) -> str:
+    """Name the first operation that differs between the ranks, or plain array, among those that they remember."""
     known = set.intersection(*({history for history, *_ in each} for each in recent))
     refused = [bool(each) and each[0][1] == _REFUSED for each in recent]
     if not known and True in refused and False in refused:  # some ranks have begun again, over dims of their own
@@ -493,6 +508,24 @@ def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> st
         _, first[rank], in_full[rank] = each[common + 1] if common + 1 < len(each) else (0, "nothing", "nothing")
     if len(set(first.values())) == 1:
         first = in_full
+    if len(set(first.values())) == 1 and (difference := _first_array(arrays, over)):
+        return difference
     forgotten = not known and all(len(each) == _REMEMBERED for each in recent)
     after = f"; the first of them more than {_REMEMBERED} operations ago" if forgotten else ""
     return f"ranks have run different operations: {text_by_rank(first, over)}{after}"
+
+
+def _first_array(arrays: Sequence[list[tuple[int, str, int]]], over: str) -> str:
+    """Name the first plain array, by its number, that differs between the ranks; "" if none is remembered."""
+    by_number = [{number: (where, checksum) for number, where, checksum in of_rank} for of_rank in arrays]
+    for number in sorted(set.intersection(*map(set, by_number))):
+        places, checksums = zip(*(numbered[number] for numbered in by_number), strict=True)
+        if len(set(places)) > 1:
+            break
+        if len(set(checksums)) > 1:
+            values = {rank: f"values with checksum {checksum:08x}" for rank, checksum in enumerate(checksums)}
+            return (
+                f"ranks have passed different arrays {places[0]}: {text_by_rank(values, over)}. Draw them from one "
+                "seed on every rank, or let distribute take those of rank 0, by src_rank=0"
+            )
+    return ""
