@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_658,
+    "package, Python": 24_659,
     "package, C++ and CUDA": 5_409,
     "package, lines of docstrings": 8_637,
     "package, files of Python": 191,
-    "tests, Python": 37_802,
+    "tests, Python": 37_805,
 }
 
 SUFFIXES = {

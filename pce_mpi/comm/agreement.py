@@ -121,9 +121,9 @@ def agree_on_call(
     # Lists of so few numbers are compared three times as fast as arrays.
     calls, *said = zip(*headers.tolist(), strict=True)
     if calls != (checksum,) * messages:
-        getattr(comm, "refused", _nobody_listens)()
         if max(calls) >= _FAILED:
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
+        getattr(comm, "refused", _nobody_listens)()
         mine = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
         texts = all_gather_text(json.dumps(mine), comm, operation=operation, over=over)
         raise agreed(named(CollectiveError(_differences(texts, over))), comm.size)
@@ -137,6 +137,7 @@ def raise_together(
     comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm", ranks_named: bool = False
 ) -> None:
     """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
+    getattr(comm, "refused", _nobody_listens)()
     text = "" if error is None else json.dumps([kind_of(error), text_of(error), ranks_named])
     texts = all_gather_text(text, comm, operation=operation, over=over)
     failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}

@@ -25,7 +25,7 @@ from pce_mpi.loss.problem import check_per_class
 from pce_mpi.ops.shape import normalized_axis
 
 _OPTIONAL = ("bias", "rows", "weight")  # options that are operands
-_COMPARED = ("targets", "rows", "hidden")
+_COMPARED = ("targets", "ids", "rows", "hidden")
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +195,7 @@ def op_of(primitive: Primitive, names: tuple[str, ...]) -> Op:
         return result
 
     def compared(*operands: Sharding, axis: int, **_: Any) -> dict[int, tuple[str, ...]]:
-        # The agreement of a loss compares class numbers, or the rows that count, and hidden vectors, over the classes.
+        # The agreement of a loss compares these over the dims that shard the classes.
         dims = operands[of_classes].dims_along([axis if axes[of_classes] == "rc" else 1])
         return {index: dims for index, name in enumerate(names) if name in _COMPARED}
 

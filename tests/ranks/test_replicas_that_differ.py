@@ -1,5 +1,7 @@
 """Plain arrays that ranks hold alike, and arguments that one rank alone leaves out: the ranks notice if they differ."""
 
+from typing import Any
+
 from mpi4py import MPI
 import numpy as np
 import pytest
@@ -142,6 +144,7 @@ def test_array_on_gpu_is_compared_by_distribute_alone(comm, mesh, cupy):
     assert differing(mesh, lambda: x + array) == ""
 
 
+attention: Any = pce.scaled_dot_product_attention  # takes plain arrays too
 OPERANDS = [  # an operation beside a plain array, and its operand
     ("operand 1 of add", FACTORS, lambda x, array: x + array),
     ("operand 0 of multiply", FACTORS, lambda x, array: array * x),
@@ -161,12 +164,12 @@ OPERANDS = [  # an operation beside a plain array, and its operand
     (
         "operand 2 of scaled_dot_product_attention",
         NUMBERS,
-        lambda x, array: pce.scaled_dot_product_attention(x, NUMBERS, array),
+        lambda x, array: attention(x, NUMBERS, array),
     ),
     (
         "operand 1 of scaled_dot_product_attention",
         NUMBERS.astype(np.float16),
-        lambda x, array: pce.scaled_dot_product_attention(x, array, NUMBERS),
+        lambda x, array: attention(x, array, NUMBERS),
     ),
     ("operand 1 of times", FACTORS, lambda x, array: pce.op(lambda x, y: x * y, name="times")(x, array)),
     ("operand 2 of cross_entropy", FACTORS, lambda x, array: pce.cross_entropy(x, [0, 1, 1, 0], weight=array)),
@@ -205,6 +208,7 @@ def test_targets_of_sharded_classes_are_read_once(comm, mesh, monkeypatch):
     pce.cross_entropy(classes, [0, 1, 2, 0])
     pce.kl_divergence(classes, PROBABILITIES, rows=np.ones(4, bool))
     pce.class_statistics(classes, [0, 1, 2, 0])
+    pce.take_classes(classes, [[0], [1], [2], [0]])
     w = pce.distribute(np.ones((3, 6)), mesh, data=Shard(1))
     pce.linear_cross_entropy(pce.distribute(NUMBERS, mesh), w, [0, 1, 2, 0])
     assert read == []
