@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_659,
+    "package, Python": 24_661,
     "package, C++ and CUDA": 5_409,
-    "package, lines of docstrings": 8_637,
+    "package, lines of docstrings": 8_640,
     "package, files of Python": 191,
-    "tests, Python": 37_805,
+    "tests, Python": 37_808,
 }
 
 SUFFIXES = {

@@ -333,7 +333,9 @@ class _Planned:
             and not any(dim in operand.partial_dims for operand in plan.operands)
         }
         placed = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(operands, dtypes, strict=True)]
-        text = f"{arithmetic.prefix}{op.name} of {placed} {_plain(parameters)}{op.variant and f', {op.variant}'}"
+        several = any(size > 1 for _, size in operands[0].dims)
+        variant = op.variant and f", {op.variant}"
+        text = f"{arithmetic.prefix}{op.name} of {placed} {_plain(parameters, several)}{variant}"
         widens = op.wide and any(map(is_half, dtypes))
         result = np.dtype(op.dtype(*dtypes)), plan.result.replacing(new)
         compared: Mapping[int, Sequence[str]] = {}
@@ -390,13 +392,16 @@ def _number(value: Any, operand: DistArray) -> str:
     return f" with {np.asarray(value).astype(operand.local.dtype).item()}"
 
 
-def _plain(value: Any) -> Any:
-    """Return `value` in a form that is the same on every rank: 1 for True, and no addresses of objects."""
+def _plain(value: Any, several: bool) -> Any:
+    """Return `value` in a form that is the same on every rank: 1 for True, and no addresses of objects.
+
+    With `several` ranks an array is there by its checksum.
+    """
     if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
+        return tuple(map(_plain, value, repeat(several)))
     if isinstance(value, bool | int | float | np.number | np.bool_):
         return float(value) + 0.0  # -0.0 is 0.0, which has the same plan in the cache
-    if type(value) is np.ndarray:
+    if several and type(value) is np.ndarray:
         bits = f" with checksum {checksum_of(value):08x}" if is_real(value.dtype) else ""
         return f"{value.dtype} {value.shape}{bits}"
     return value if value is None or isinstance(value, str | np.dtype) else type(value).__name__

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # The number of past operations that can be told apart by name, and that of plain arrays: a model has more of these.
 _REMEMBERED = 64
-_REMEMBERED_ARRAYS = 1024
+_REMEMBERED_ARRAYS = 256
 # Stands for all operations before a refused one.
 _REFUSED = "an operation that was refused"
 # A sharded axis has a split point for each rank: an operation on this many takes seconds and 100 MB.

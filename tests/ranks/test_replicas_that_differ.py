@@ -19,12 +19,18 @@ REMEDY = "Draw them from one seed on every rank, or let distribute take those of
 
 @pytest.fixture
 def mesh(comm, impatient):
-    return mesh_of(comm, comm.size)
+    return without_past(mesh_of(comm, comm.size))
 
 
 @pytest.fixture
 def grid(comm, impatient):
-    return mesh_of(comm, 2, 2)
+    return without_past(mesh_of(comm, 2, 2))
+
+
+def without_past(mesh):
+    """`mesh` after an agreement, in which ranks put errors and differences of earlier tests behind them."""
+    text_of(lambda: agree(mesh))
+    return mesh
 
 
 def text_of(call):
