@@ -66,7 +66,7 @@ def of_rank(comm, array, ranks=(0,)):
     return array
 
 
-def test_models_without_a_seed_are_refused_at_the_step(comm, mesh):
+def test_unseeded_models_are_refused_at_the_step(comm, mesh):
     w = np.random.default_rng(comm.rank).standard_normal((5, 4))
     x = pce.distribute(np.arange(40.0).reshape(8, 5) % 7, mesh, data=Shard(0))
     parameter = pce.distribute(w, mesh, requires_grad=True)
