@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_676,
+    "package, Python": 25_100,
     "package, C++ and CUDA": 5_409,
-    "package, lines of docstrings": 8_639,
-    "package, files of Python": 192,
-    "tests, Python": 37_781,
+    "package, lines of docstrings": 8_750,
+    "package, files of Python": 193,
+    "tests, Python": 38_600,
 }
 
 SUFFIXES = {

@@ -25,6 +25,7 @@ from pce_mpi.arrays import (
     array_namespace,
     as_array,
     check_one_library,
+    checksum_of,
     is_float8,
     is_floating,
     is_half,
@@ -72,6 +73,9 @@ class Op:
     exact        `forward` in the reproducible arithmetic, for operations that sum, or whose bits would depend on a
                  library: it reduces the sums itself over `call.summed_comm`, so that the result is not Partial
     composition  in the reproducible arithmetic, takes the operands as `DistArray` and is made of other operations
+    variant      what tells the operation from others of its name, if operands and parameters do not: ranks compare it
+    compared     the shardings of the operands, the parameters by name -> for operands whose elements `forward` compares
+                 between ranks itself, the dims along which it does
     """
 
     name: str
@@ -86,6 +90,8 @@ class Op:
     views: bool = False
     exact: Callable[..., Any] | None = None
     composition: Callable[..., Any] | None = None
+    variant: str = ""
+    compared: Callable[..., Mapping[int, Sequence[str]]] | None = None
 
 
 class Call:
@@ -224,10 +230,14 @@ def apply(op: Op, *values: Any, **parameters: Any) -> Any:
     arithmetic = current()
     planned = _planned(op, present, parameters, arithmetic)
     checksum, text = planned.checksum, planned.text
-    for x, value in zip(operands, values, strict=True):
+    passed: list[tuple[str, int]] = []
+    for index, (x, value) in enumerate(zip(operands, values, strict=True)):
         if x is not value and x.local.shape == ():
             text += _number(value, x)
-    mesh.note(checksum if text is planned.text else zlib.crc32(text.encode()), op.name, text)
+        elif x is not value and planned.replicas[index] and type(x.local) is np.ndarray:
+            # An array on a GPU is not compared: reading its checksum would wait for the GPU in each call.
+            passed.append((f"of shape {x.local.shape} as operand {index} of {op.name}", checksum_of(x.local)))
+    mesh.note(checksum if text is planned.text else zlib.crc32(text.encode()), op.name, text, passed)
     if planned.form is op.composition:
         return op.composition(*operands, **parameters)
     inputs = _inputs(op, present, planned)
@@ -297,7 +307,8 @@ class _Planned:
 
     `form` is the function that computes; if `widens`, it takes halves as float32. `dtype` is the expected dtype of the
     result. `reduced` is the sharding of the result after new maxima and minima over shards are reduced: few operations
-    take Partial ones. `summed` has the dims over which the operation itself reduces its sums.
+    take Partial ones. `summed` has the dims over which the operation itself reduces its sums. `replicas` says of each
+    operand whether ranks hold the same elements of it, which they would not notice to differ.
     """
 
     plan: Plan
@@ -308,6 +319,7 @@ class _Planned:
     checksum: int
     text: str
     summed: tuple[str, ...]
+    replicas: tuple[bool, ...]
 
     @staticmethod
     def of(
@@ -323,10 +335,19 @@ class _Planned:
             and not any(dim in operand.partial_dims for operand in plan.operands)
         }
         placed = [f"{dtype.name} {each.shape}, {each}" for each, dtype in zip(operands, dtypes, strict=True)]
-        text = f"{arithmetic.prefix}{op.name} of {placed} {_plain(parameters)}"
+        several = any(size > 1 for _, size in operands[0].dims)
+        variant = op.variant and f", {op.variant}"
+        text = f"{arithmetic.prefix}{op.name} of {placed} {_plain(parameters, several)}{variant}"
         widens = op.wide and any(map(is_half, dtypes))
         result = np.dtype(op.dtype(*dtypes)), plan.result.replacing(new)
-        return _Planned(plan, form, widens, *result, zlib.crc32(text.encode()), text, summed)
+        compared: Mapping[int, Sequence[str]] = {}
+        if op.compared and form is not op.composition:
+            compared = op.compared(*plan.operands, **dict(parameters))
+        replicas = tuple(
+            not set(sharding.unsharded_dims) <= set(compared.get(index, ()))
+            for index, sharding in enumerate(plan.operands)
+        )
+        return _Planned(plan, form, widens, *result, zlib.crc32(text.encode()), text, summed, replicas)
 
 
 def _planned(op: Op, operands: Sequence[DistArray], parameters: Mapping[str, Any], arithmetic: Arithmetic) -> _Planned:
@@ -373,12 +394,18 @@ def _number(value: Any, operand: DistArray) -> str:
     return f" with {np.asarray(value).astype(operand.local.dtype).item()}"
 
 
-def _plain(value: Any) -> Any:
-    """Return `value` in a form that is the same on every rank: 1 for True, and no addresses of objects."""
+def _plain(value: Any, several: bool) -> Any:
+    """Return `value` in a form that is the same on every rank: 1 for True, and no addresses of objects.
+
+    With `several` ranks an array is there by its checksum.
+    """
     if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
+        return tuple(map(_plain, value, repeat(several)))
     if isinstance(value, bool | int | float | np.number | np.bool_):
         return float(value) + 0.0  # -0.0 is 0.0, which has the same plan in the cache
+    if several and type(value) is np.ndarray:
+        bits = f" with checksum {checksum_of(value):08x}" if is_real(value.dtype) else ""
+        return f"{value.dtype} {value.shape}{bits}"
     return value if value is None or isinstance(value, str | np.dtype) else type(value).__name__
 
 

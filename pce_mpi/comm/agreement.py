@@ -132,7 +132,6 @@ def agree_on_call(
         if peers is not None and channel.size == peers.size:
             peers.number += max(numbers) - numbers[channel.rank]
         if any(call & _FAILED for call in calls):
-            refused()
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
         own_call = {"operation": operation, **{name: repr(value) for name, value in call.arguments.items()}}
         texts = all_gather_text(json.dumps(own_call), comm, operation=operation, over=over)
@@ -158,6 +157,7 @@ def raise_together(
     comm: MPI.Intracomm, operation: str, error: Exception | None, over: str = "comm", ranks_named: bool = False
 ) -> None:
     """Raise, on every rank of `comm`, the error of the lowest rank that has one; all ranks must call it."""
+    getattr(comm, "refused", _nobody_listens)()
     text = "" if error is None else json.dumps([kind_of(error), text_of(error), ranks_named])
     texts = all_gather_text(text, comm, operation=operation, over=over)
     failed = {rank: json.loads(text) for rank, text in enumerate(texts) if text}

@@ -10,7 +10,17 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import Array, array_namespace, as_array, dtype_named, is_floating, is_half, library_named, owned
+from pce_mpi.arrays import (
+    Array,
+    array_namespace,
+    as_array,
+    checksum_of,
+    dtype_named,
+    is_floating,
+    is_half,
+    library_named,
+    owned,
+)
 from pce_mpi.comm.agreement import all_gather_text, local_checks
 from pce_mpi.comm.collectives import all_to_all
 from pce_mpi.comm.errors import text_by_rank
@@ -22,7 +32,7 @@ from pce_mpi.distributed.redistribution import checked_dtype, run_step
 from pce_mpi.distributed.sharding import Sharding, steps
 from pce_mpi.exact import philox
 from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
-from pce_mpi.hollow import hollow
+from pce_mpi.hollow import Hollow, hollow
 from pce_mpi.validation import flag, integer, integers, real
 
 
@@ -173,6 +183,7 @@ def _drawn(
     if destination.partial_dims:
         raise ValueError(f"random numbers cannot be Partial, got {dict(destination.by_dim)}")
     text = f"{operation} {said | {'seed': seed, operation: shape}} as {dtype.name}, {destination}"
+    text += ", requires_grad=True" if requires_grad else ""
     mesh.note(zlib.crc32(text.encode()), text, text)
     if mesh.is_hollow:
         made = hollow(destination.local_shape(mesh.coordinates), dtype)
@@ -253,8 +264,9 @@ def distribute(
 
     Notes
     -----
-    Communicates nothing, and so raises on the rank that fails. Ranks must pass equal arrays, which is not checked; see
-    `check_replicas`.
+    Communicates nothing, and so raises on the rank that fails. Ranks must pass equal arrays. They compare a checksum of
+    it when they next agree on a call, before the next step of an optimizer at the latest, unless every dim of several
+    ranks shards the array. Arrays that differ, such as random ones without a seed, are a `CollectiveError` then.
 
     With `src_rank` it is collective over the mesh: one Allgather of 56 bytes, one of the shape, and one Alltoallv of
     the parts. Then every rank raises the same error.
@@ -275,7 +287,12 @@ def distribute(
     taken = hollow(taken.shape, taken.dtype) if mesh.is_hollow else taken
     destination = Sharding.of(mesh.dim_sizes, taken.shape, placements)
     said = f"distribute an array of shape {taken.shape} as {taken.dtype.name}, {destination}"
-    mesh.note(zlib.crc32(said.encode()), said, said)
+    said += ", requires_grad=True" if requires_grad else ""
+    passed = []
+    if destination.unsharded_dims and not isinstance(taken, Hollow):
+        # Of an array on a GPU too, for which this waits: few programs distribute one in each step.
+        passed = [(f"of shape {taken.shape} to distribute", checksum_of(taken))]
+    mesh.note(zlib.crc32(said.encode()), said, said, passed)
     local = taken
     for step in steps(destination.replicated, destination):
         local = run_step(step, local, mesh)

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mpi4py import MPI
 
-# The number of past operations that can be told apart by name.
+# The number of past operations that can be told apart by name, and that of plain arrays: a model has more of these.
 _REMEMBERED = 64
+_REMEMBERED_ARRAYS = 256
 # Stands for all operations before a refused one.
 _REFUSED = "an operation that was refused"
 # A sharded axis has a split point for each rank: an operation on this many takes seconds and 100 MB.
@@ -177,6 +178,8 @@ class Mesh:
         self._in_world = None if isinstance(cart, FakeComm) else ranks_in(cart, mpi().COMM_WORLD)
         self._along: dict[tuple[str, ...], tuple[Any, RanksAlong]] = {}
         self._recent: deque[tuple[int, str, str]] = deque(maxlen=_REMEMBERED)
+        self._arrays: deque[tuple[int, str, int]] = deque(maxlen=_REMEMBERED_ARRAYS)
+        self._passed = 0
         self._fault: Exception | None = None
         self.is_hollow = isinstance(cart, FakeComm)
         # Without ranks, the shardings of all arrays: they say which ranks would hold arrays of other shapes.
@@ -284,7 +287,7 @@ class Mesh:
             self._peers.over, self._peers.is_mesh = over, True
         channel.share(self._peers, None if comm is self._cart else self._cart)
 
-    def note(self, checksum: int, what: str, in_full: str) -> None:
+    def note(self, checksum: int, what: str, in_full: str, arrays: Sequence[tuple[str, int]] = ()) -> None:
         """Remember that this rank has run an operation.
 
         Most operations send nothing, so ranks that run different ones do not notice it. The next `agree` does.
@@ -297,6 +300,8 @@ class Mesh:
             The name of the operation.
         in_full : str
             All that must be the same on every rank.
+        arrays : sequence of (str, int), optional
+            For plain arrays that must be the same on every rank, where they were passed, and their checksums.
 
         Notes
         -----
@@ -305,6 +310,11 @@ class Mesh:
         """
         if current().rounds_to_nearest:
             self._look_at_arithmetic()
+        if arrays:
+            checksum = hash((checksum, *[number for _, number in arrays]))
+            for where, number in arrays:
+                self._passed += 1
+                self._arrays.append((self._passed, where, number))
         self._history = hash((self._history, checksum))  # the hash of whole numbers is the same in every process
         self._recent.append((self._history, what, in_full))
 
@@ -400,13 +410,14 @@ class Mesh:
 
         Collective over `comm`, as `all_gather_text` is.
         """
-        texts = all_gather_text(json.dumps(list(self._recent)), comm, operation=operation, over=over)
-        recent = [json.loads(text) for text in texts]
+        remembered = json.dumps([list(self._recent), list(self._arrays)])
+        texts = all_gather_text(remembered, comm, operation=operation, over=over)
+        recent, arrays = zip(*map(json.loads, texts), strict=True)
         if numbers and all(operations == recent[0] for operations in recent):
             first = min(numbers)
             calls = text_by_rank({rank: f"{number - first} calls more" for rank, number in enumerate(numbers)}, over)
             return f"ranks have not made the same calls over this mesh, as after an error that one rank caught: {calls}"
-        return _first_difference(recent, over)
+        return _first_difference(recent, arrays, over)
 
     def attempt(self) -> AbstractContextManager[None]:
         """Make a step that all ranks end together: an error of one rank is raised on every rank as the block ends.
@@ -447,6 +458,8 @@ class Mesh:
         """
         self._history, self._fault, self._beginnings = 0, None, self._beginnings + 1
         self._recent.clear()
+        self._arrays.clear()
+        self._passed = 0
         self._recent.append((0, _REFUSED, _REFUSED))
 
     def __copy__(self) -> Mesh:
@@ -544,8 +557,10 @@ def text_of_dims(dims: Collection[str]) -> str:
     return ", ".join(dims)
 
 
-def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> str:
-    """Name the first operation that differs between the ranks, among those that they remember."""
+def _first_difference(
+    recent: Sequence[list[tuple[int, str, str]]], arrays: Sequence[list[tuple[int, str, int]]], over: str
+) -> str:
+    """Name the first operation that differs between the ranks, or plain array, among those that they remember."""
     known = set.intersection(*({history for history, *_ in each} for each in recent))
     refused = [bool(each) and each[0][1] == _REFUSED for each in recent]
     if not known and True in refused and False in refused:  # some ranks have begun again, over dims of their own
@@ -557,6 +572,24 @@ def _first_difference(recent: list[list[tuple[int, str, str]]], over: str) -> st
         _, first[rank], in_full[rank] = each[common + 1] if common + 1 < len(each) else (0, "nothing", "nothing")
     if len(set(first.values())) == 1:
         first = in_full
+    if len(set(first.values())) == 1 and (difference := _first_array(arrays, over)):
+        return difference
     forgotten = not known and all(len(each) == _REMEMBERED for each in recent)
     after = f"; the first of them more than {_REMEMBERED} operations ago" if forgotten else ""
     return f"ranks have run different operations: {text_by_rank(first, over)}{after}"
+
+
+def _first_array(arrays: Sequence[list[tuple[int, str, int]]], over: str) -> str:
+    """Name the first plain array, by its number, that differs between the ranks; "" if none is remembered."""
+    by_number = [{number: (where, checksum) for number, where, checksum in of_rank} for of_rank in arrays]
+    for number in sorted(set.intersection(*map(set, by_number))):
+        places, checksums = zip(*(numbered[number] for numbered in by_number), strict=True)
+        if len(set(places)) > 1:
+            break
+        if len(set(checksums)) > 1:
+            values = {rank: f"values with checksum {checksum:08x}" for rank, checksum in enumerate(checksums)}
+            return (
+                f"ranks have passed different arrays {places[0]}: {text_by_rank(values, over)}. Draw them from one "
+                "seed on every rank, or let distribute take those of rank 0, by src_rank=0"
+            )
+    return ""

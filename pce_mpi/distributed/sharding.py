@@ -109,6 +109,12 @@ class Sharding:
         """The dims over which the array is Partial."""
         return tuple(dim for dim, placement in self.by_dim.items() if isinstance(placement, Partial))
 
+    @cached_property
+    def unsharded_dims(self) -> tuple[str, ...]:
+        """The dims of several ranks that do not shard the array."""
+        placed = self.by_dim.items()
+        return tuple(dim for dim, placement in placed if self.sizes[dim] > 1 and not isinstance(placement, Shard))
+
     def parts(self, dims: tuple[str, ...]) -> int:
         """Return the number of ranks along `dims` together."""
         return math.prod(self.sizes[dim] for dim in dims)

@@ -17,7 +17,7 @@ import zlib
 
 import numpy as np
 
-from pce_mpi.arrays import Array, HostArray, array_namespace, cupy_of, number_of, to_host
+from pce_mpi.arrays import Array, HostArray, array_namespace, checksum_of, cupy_of, to_host
 from pce_mpi.comm.agreement import Signature, agree_on_call, all_gather_text, local_checks, raise_together
 from pce_mpi.comm.errors import CollectiveError, ranks_text, text_by_rank
 from pce_mpi.comm.library import check_comm, is_comm
@@ -223,7 +223,7 @@ def _values(problem: Problem) -> Facts:
     if problem.options.num_classes is None:  # else the ranks may pass the same logits
         of_sample = _checksum_of_sample(to_host(_sample(problem)) if pending.sample is None else pending.sample.wait())
     checksum = 0 if problem.alike is None else zlib.crc32(problem.alike.data)
-    hidden = 0 if problem.hidden is None else _checksum(problem.hidden)
+    hidden = 0 if problem.hidden is None else checksum_of(problem.hidden)
     return problem.highest_target, checksum, of_sample, hidden
 
 
@@ -253,13 +253,6 @@ def _difference(problem: Problem, name: str, array: Any, shape: Facts) -> str:
     by_rank = text_by_rank(dict(enumerate(gather(text))), options.over)
     text = f"ranks disagree on the values of {name}: {entry_text(shape, start, name)} = {by_rank}"
     return hinted(text, "values differ", name=name)
-
-
-def _checksum(array: Any) -> int:
-    """Return a checksum of the bits of an array: on the host by their order too, on a GPU of their sum."""
-    xp = array_namespace(array)
-    bits = xp.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-    return zlib.crc32(bits.data) if xp is np else number_of(bits.sum(dtype=np.uint64)) % 2**62
 
 
 def _sample(problem: Problem) -> Array:

@@ -26,6 +26,7 @@ def binary(
     dtype: Any = result_type,
     forward: Callable[..., Array] | None = None,
     wide: bool = False,
+    variant: str = "",
 ) -> Op:
     """Make an operation on two operands, from vjps that take the gradient of the result and both operands.
 
@@ -38,7 +39,7 @@ def binary(
 
     vjps = (lambda g, y, a, b: pull(first, g, a, a, b), lambda g, y, a, b: pull(second, g, b, a, b))
     rule = elementwise_rule(*linear)
-    return Op(name, forward or library_function(name), vjps, rule, dtype=dtype, uses=uses, wide=wide)
+    return Op(name, forward or library_function(name), vjps, rule, dtype=dtype, uses=uses, wide=wide, variant=variant)
 
 
 def _power(xp: Any, a: Array, b: Array) -> Array:
@@ -342,6 +343,7 @@ _AT_LEAST = binary(
     lambda g, x, low: where(comparison("less")(x, low), g, 0),
     uses=[(0, 1), (0, 1)],
     forward=library_function("maximum"),
+    variant="min",
 )
 _AT_MOST = binary(
     "clip",
@@ -349,6 +351,7 @@ _AT_MOST = binary(
     lambda g, x, high: where(comparison("greater")(x, high), g, 0),
     uses=[(0, 1), (0, 1)],
     forward=library_function("minimum"),
+    variant="max",
 )
 _COMPARISONS = {
     name: Op(name, library_function(name), rule=elementwise_rule(), dtype=lambda *_: np.bool_)

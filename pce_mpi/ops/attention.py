@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.arrays import Array, Shape, array_namespace, is_floating, result_type
+from pce_mpi.arrays import Array, Shape, array_namespace, is_floating, is_half, result_type
 from pce_mpi.autograd.apply import Call, Op, apply, operands_of, operation
 from pce_mpi.autograd.rules import Axis, Rule
 from pce_mpi.distributed.array import DistArray
@@ -176,5 +176,10 @@ def scaled_dot_product_attention(
     if not fit or shapes[0][-1] != shapes[1][-1] or shapes[1][-2] != shapes[2][-2]:
         raise ValueError(f"{name}: queries, keys and values of shapes {', '.join(map(str, shapes))} do not fit")
     factor = 1 / math.sqrt(max(1, shapes[0][-1])) if scale is None else real(scale, "scale")
-    y = apply(_ATTENTION, *map(widened_with_sums, operands), causal=flag(causal, "causal"), scale=factor)
+    # Plain arrays stay plain: `apply` compares those of which ranks hold the same elements.
+    wide = [
+        widened_with_sums(x) if x is value else x.local.astype(np.float32) if is_half(x.dtype) else x.local
+        for x, value in zip(operands, (q, k, v), strict=True)
+    ]
+    y = apply(_ATTENTION, *wide, causal=flag(causal, "causal"), scale=factor)
     return astype(y, result_type(*(x.dtype for x in operands)))

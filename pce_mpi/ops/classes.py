@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, Unpack
+import zlib
 
 import numpy as np
 
@@ -322,6 +323,9 @@ def nucleus(
     rows = [each for each in range(x.ndim) if each != axis]
     checked = sharded_options(mesh, [sharding], "nucleus", [axis], rows, axis=axis, logit_scale=logit_scale)
     ids, offsets, mass, log_mass = map(to_host, nucleus_of(checked, x.local, limits))
+    numbers = [None if number is None else float(number) for number in (*limits, logit_scale)]
+    text = f"nucleus of {x.dtype.name} {x.shape}, {sharding} along axis {axis} with {numbers}"
+    mesh.note(zlib.crc32(text.encode()), "nucleus", text)
     mine = sharding.slices(mesh.coordinates)
     mine, shape = mine[:axis] + mine[axis + 1 :], x.shape[:axis] + x.shape[axis + 1 :]
     counts, sets, row_dims = np.diff(offsets), np.zeros((3, *shape)), sharding.dims_along(rows)

@@ -124,12 +124,13 @@ def call_ufunc(ufunc: Any, method: str, operands: Sequence[Any], options: dict[s
     _warn_once(f"numpy.{ufunc.__name__}", operands)
     dtypes = [np.dtype(options["dtype"])] if options.get("dtype") else []
 
-    def forward(*arrays: Any) -> Any:
+    def forward(*arrays: Any, **_: Any) -> Any:
         if method in ("__call__", "outer"):  # those of ml_dtypes are right
             return function(*arrays, **options)
         return _narrowed(function(*map(_wide, arrays), **options), [*(each.dtype for each in arrays), *dtypes])
 
-    return op(forward, name=f"numpy.{ufunc.__name__}")(*operands)
+    # The options are parameters for the ranks to compare.
+    return op(forward, name=f"numpy.{ufunc.__name__}")(*operands, method=method, options=tuple(options.items()))
 
 
 def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -158,7 +159,7 @@ def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, 
 
     places = taken_out(tuple(positional)), {name: taken_out(value) for name, value in named.items()}
 
-    def forward(*arrays: Any) -> Any:
+    def forward(*arrays: Any, **_: Any) -> Any:
         def put_back(value: Any) -> Any:
             if isinstance(value, _Place):
                 return _read_only(_wide(arrays[value]))
@@ -172,7 +173,9 @@ def call_function(function: Any, positional: Sequence[Any], named: Mapping[str, 
         return _narrowed(result, [*(each.dtype for each in arrays), *given])
 
     _warn_once(f"numpy.{function.__name__}", found)
-    results = op(forward, name=f"numpy.{function.__name__}")(*found)
+    # The arguments are parameters for the ranks to compare.
+    arguments = {"positional": places[0], "named": tuple(places[1].items())}
+    results = op(forward, name=f"numpy.{function.__name__}")(*found, **arguments)
     return named_parts[0](*results) if named_parts else results
 
 

@@ -173,6 +173,7 @@ def _split_op(sections: int) -> Op:
         lambda shape, axis: _parts_rule(shape, axis, sections),
         uses=[()],
         views=True,
+        variant=f"{sections} parts",
     )
 
 

@@ -27,7 +27,7 @@ from pce_mpi.loss.options import (
     takes,
 )
 from pce_mpi.loss.passes import forward
-from pce_mpi.ops.arithmetic import comparison, where
+from pce_mpi.ops.arithmetic import comparison, subtract, where
 from pce_mpi.ops.elementwise import astype, square, widened
 from pce_mpi.ops.primitive import Primitive, op_of
 from pce_mpi.ops.products import matmul
@@ -132,7 +132,12 @@ def mse(x: Any, y: Any) -> DistArray:
     ({'data': Partial('sum')}, array(5.))
     """
     first, second = operands_of("mse", (x, y))
-    loss = mean(square(widened(first) - second))
+    # Plain arrays stay plain: `apply` compares those of which ranks hold the same elements.
+    if first is x:
+        difference = widened(first) - (second if second is y else second.local)
+    else:
+        difference = subtract(first.local, widened(second))
+    loss = mean(square(difference))
     dtype = result_type(first.dtype, second.dtype)
     return astype(loss, dtype) if is_half(dtype) else loss
 

@@ -25,6 +25,7 @@ from pce_mpi.loss.problem import check_per_class
 from pce_mpi.ops.shape import normalized_axis
 
 _OPTIONAL = ("bias", "rows", "weight")  # options that are operands
+_COMPARED = ("targets", "ids", "rows", "hidden")
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +194,11 @@ def op_of(primitive: Primitive, names: tuple[str, ...]) -> Op:
             result, call.residuals = primitive.forward(call, checked, **given)
         return result
 
+    def compared(*operands: Sharding, axis: int, **_: Any) -> dict[int, tuple[str, ...]]:
+        # The agreement of a loss compares these over the dims that shard the classes.
+        dims = operands[of_classes].dims_along([axis if axes[of_classes] == "rc" else 1])
+        return {index: dims for index, name in enumerate(names) if name in _COMPARED}
+
     def vjp_of(index: int) -> Callable[..., DistArray] | None:
         gradient, whole = primitive.gradients.get(names[index]), axes[index] == "rc"
         if gradient is None:
@@ -220,6 +226,8 @@ def op_of(primitive: Primitive, names: tuple[str, ...]) -> Op:
         uses=[()] * len(names),
         wide_sums=[index for index, letters in enumerate(axes) if letters == "rf"],
         composition=composition if primitive.composition else None,
+        variant=f"of {', '.join(names)}",
+        compared=compared,
     )
 
 

@@ -20,7 +20,7 @@ from pce_mpi.distributed.creation import distribute
 from pce_mpi.distributed.mesh import Mesh, text_of_dims
 from pce_mpi.distributed.placements import Partial, Shard
 from pce_mpi.distributed.sharding import Sharding
-from pce_mpi.hollow import Hollow, enter
+from pce_mpi.hollow import Hollow, enter, hollow
 from pce_mpi.optim.synchronization import meshes_of, synchronize
 from pce_mpi.text import names_shown, shown
 
@@ -456,13 +456,12 @@ def _checksum(parameter: DistArray) -> DistArray:
     It tells values apart, whatever their placement, and communicates nothing.
     """
     local, mesh = parameter.local, parameter.mesh
-    total: Any = np.uint64(0)
+    total: Any = hollow((), np.uint64)
     if not isinstance(local, Hollow):
         bits = array_namespace(local).ascontiguousarray(local).view(f"u{local.itemsize}")
         total = bits.sum(dtype=np.uint64)
     shards = {dim: Partial("sum") for dim, placed in parameter.sharding.by_dim.items() if isinstance(placed, Shard)}
-    whole = distribute(array_namespace(local).asarray(total), mesh)
-    return DistArray(whole.local, mesh, Sharding.of(mesh.dim_sizes, (), shards))
+    return DistArray(array_namespace(local).asarray(total), mesh, Sharding.of(mesh.dim_sizes, (), shards))
 
 
 def _sum_of_shards(checksum: DistArray) -> int:

@@ -187,7 +187,7 @@ def test_bits_are_compared_over_meshes_and_ranks(comm):
     assert_same_bits(WHOLE, comm=comm)
     if comm.size > 1:
         mine = other if comm.rank == 1 else WHOLE
-        for value in (mine, pce.distribute(mine, mesh)):
+        for value in (mine, pce.from_local(mine, mesh)):
             text = words_of(comm, assert_same_bits, value, comm=comm)
             assert text == f"rank 1: array 0 has other bits than array 0 of rank 0{words}"
         text = words_of(comm, assert_same_bits, WHOLE[comm.rank == 1 :], comm=comm)
