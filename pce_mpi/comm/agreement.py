@@ -145,7 +145,7 @@ def raise_together(
         messages = {rank: message for rank, (_, message, _) in failed.items()}
         said = text_by_rank(messages, over, between="; ")
     ranks = max(comm.size, vars(error).get("ranks", 0) if error else 0)  # an agreement before may have been of more
-    raise agreed(named(error_of(kind, said)), ranks) from error
+    raise agreed(named(error_of(kind, said)), ranks).with_traceback(error.__traceback__ if error else None) from None
 
 
 def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:

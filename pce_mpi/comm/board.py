@@ -28,7 +28,6 @@ import json
 import os
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 import weakref
 
@@ -56,8 +55,6 @@ _NAP = 0.0002
 _LISTENING_SECONDS = 0.5
 # Longer messages might not be sent without waiting.
 _MOST_CHARACTERS = 1000
-# The time that a launcher has to pass on the text of an uncaught error, before that error ends the job.
-_LAST_WORDS_SECONDS = 0.5
 
 
 class Board:
@@ -344,15 +341,7 @@ def say(what: str) -> None:
 
 @cache
 def _notice_the_end() -> None:
-    """Let other ranks hear of the end, and of an error that nobody catches, which is shown before it ends the job."""
-    show = sys.excepthook
-
-    def last_words(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        with suppress(Exception):
-            tell(error, final=True)
-        show(kind, error, traceback)
-        if any(board.size > 1 for board in _boards):
-            time.sleep(_LAST_WORDS_SECONDS)
+    """Let other ranks hear of the end of this one."""
 
     def end() -> None:
         if is_running():
@@ -360,5 +349,4 @@ def _notice_the_end() -> None:
                 with suppress(Exception):
                     board.end()
 
-    sys.excepthook = last_words
     atexit.register(end)

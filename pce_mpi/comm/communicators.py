@@ -38,6 +38,7 @@ from pce_mpi.comm.program import program
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group
 from pce_mpi.comm.tracing import Purpose, Start, cause, open_traces, record
+from pce_mpi.comm.uncaught import install
 from pce_mpi.hollow import open_ledger
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Channel:
     def __init__(self, comm: MPI.Intracomm, tag: int, number: int | None = None, near: Sequence[int] = ()):
         self.comm = comm
         self.board = None if number is None else Board(comm, near)
+        install()
         self.rank, self.size = comm.rank, comm.size
         self._number = number
         self._tag = tag

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from pce_mpi.comm.board import tell
 from pce_mpi.comm.program import program
+from pce_mpi.comm.uncaught import install
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = TypeVar("Kind", bound=type)
@@ -70,6 +71,7 @@ def tell_from_here(error: Exception) -> None:
 
     The package may catch it.
     """
+    install()
     if not is_within_door(sys._getframe(1).f_back):
         tell(error)
 

@@ -16,6 +16,7 @@ import numpy as np
 from pce_mpi.comm.communicators import give_up
 from pce_mpi.comm.doors import door, tell_from_here
 from pce_mpi.comm.program import program
+from pce_mpi.comm.uncaught import install
 from pce_mpi.kernels import standard_arithmetic
 from pce_mpi.loss.dtensors import Layout, call_on_mesh, groups_of, is_distributed
 from pce_mpi.loss.options import Function
@@ -43,6 +44,7 @@ def tensors_for_tensors(function: Function) -> Function:
                     return _called(function, arguments, options)
                 return function(*arguments, **options)
         except Exception as error:
+            install()
             if communicates:
                 tell_from_here(error)
             raise
