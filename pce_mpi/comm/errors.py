@@ -18,9 +18,13 @@ FORKED = (
 class CollectiveError(RuntimeError):
     """Ranks made calls that do not belong together; raised alike on every rank, before anything was written."""
 
+    __module__ = "pce_mpi"  # the name that users import it by, in tracebacks and pickles
+
 
 class CollectiveTimeout(CollectiveError):
     """A collective waited too long, or torch's failed; its communicator cannot be used any more."""
+
+    __module__ = "pce_mpi"
 
 
 _RAISED: dict[str, type[Exception]] = {
