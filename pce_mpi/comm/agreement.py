@@ -165,7 +165,8 @@ def raise_together(
     if not (all(texts) and len(set(texts)) == 1 and failed[0][2]):
         messages = {rank: message for rank, (_, message, _) in failed.items()}
         said = text_by_rank(messages, over, between="; ")
-    raise agreed(named(error_of(kind, said)), channel_of(comm, operation).peers, comm.size, error) from error
+    together = agreed(named(error_of(kind, said)), channel_of(comm, operation).peers, comm.size, error)
+    raise together.with_traceback(error.__traceback__ if error else None) from None
 
 
 def all_gather_text(text: str, comm: MPI.Intracomm, *, operation: str, over: str = "comm") -> list[str]:

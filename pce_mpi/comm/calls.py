@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, TypeVar, cast
 
 from pce_mpi.comm.peers import Peers, tell_peers
+from pce_mpi.comm.uncaught import install
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = TypeVar("Kind", bound=type)
@@ -61,6 +62,7 @@ def public(function: Function, *, counts: bool = True, finds_mesh: bool = True) 
             return function(*arguments, **options)
         except BaseException as error:
             peers.operation = ""
+            install()
             tell_peers(error, [peers, *peers_in((*arguments, *options.values()))])
             raise
         finally:

@@ -35,6 +35,7 @@ from pce_mpi.comm.peers import Peers, tell_peers
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group
 from pce_mpi.comm.tracing import Purpose, Start, cause, open_traces, record
+from pce_mpi.comm.uncaught import install
 from pce_mpi.comm.waits import notice_seconds, say, timeout_seconds
 from pce_mpi.hollow import open_ledger
 
@@ -76,6 +77,7 @@ class Channel:
         self.broken: str | None = None
         self._is_waited_on = False
         self._timeout, self.notice = timeout_seconds(), notice_seconds()
+        install()
         if number:
             self.share(Peers(comm, number, near))
             _channels.add(self)
@@ -268,6 +270,7 @@ def tell(error: BaseException, comms: Iterable[Any], operation: str) -> None:
 
     The ranks of a process group of torch cannot be told. One that is no `Exception` has left a call in the middle.
     """
+    install()
     channels = []
     for comm in comms:
         if isinstance(comm, TorchGroup) or is_process_group(comm):

@@ -21,9 +21,13 @@ FORKED = (
 class CollectiveError(RuntimeError):
     """Ranks made calls that do not belong together; raised alike on every rank, before anything was written."""
 
+    __module__ = "pce_mpi"  # the name that users import it by, in tracebacks and pickles
+
 
 class CollectiveTimeout(CollectiveError):
     """A collective waited too long, or torch's failed; its communicator cannot be used any more."""
+
+    __module__ = "pce_mpi"
 
 
 def _is_made_from_text(kind: Any) -> bool:
@@ -103,7 +107,7 @@ def described(error: BaseException, over: str, rank: int) -> Described:
 def remade(names: Sequence[str], text: str, origin: int | None = None, first: int = 0) -> Exception:
     """Make the error that a rank has described, or one of the nearest class that can be made from a text here.
 
-    `origin` is the rank that it was heard from, and `first` the first of `names` that may be taken.
+    `origin` is the rank in COMM_WORLD that it was heard from, and `first` the first of `names` that may be taken.
     """
     error: Exception = CollectiveError(text)
     for index, name in enumerate(names[first:], first):

@@ -152,7 +152,7 @@ class Peers:
                 is_earlier = self.is_mesh and number < self.number
                 is_missed = positions.get(channel.number, channel.position) < channel.position
                 if (is_earlier or is_missed) and number not in self.own:
-                    raise self.revoke(remade(names, text, rank))
+                    raise self.revoke(self._remade(names, text, rank))
         if self.closed is not None:
             raise self.closed
         for rank, report in ((rank, report) for reports in self.reports.values() for rank, report in reports.items()):
@@ -231,7 +231,7 @@ class Peers:
             for rank, report in self.reports.get(block, {}).items():
                 if rank != self.rank and report["error"]:
                     names, text, _ = report["error"]
-                    raise remade(names, text, rank)
+                    raise self._remade(names, text, rank)
 
     # The end of programs, and long waits.
 
@@ -296,6 +296,9 @@ class Peers:
 
     # Messages.
 
+    def _remade(self, names: Sequence[str], text: str, rank: int) -> Exception:
+        return remade(names, text, ranks_in(self.comm, mpi().COMM_WORLD)[rank])
+
     def receive(self, messages: int) -> None:
         """Receive as many messages as the other ranks have sent in all."""
         while self._received < messages:
@@ -336,7 +339,7 @@ class Peers:
                 self._errors.setdefault(rank, []).append([number, dict(positions), *error])
             elif what == "revoked":
                 number, names, text = content
-                self._close(remade(names, text, rank), number)
+                self._close(self._remade(names, text, rank), number)
             elif what == "waits":
                 self._waiting[rank] = [*content]
             else:

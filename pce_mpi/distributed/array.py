@@ -16,6 +16,7 @@ from pce_mpi.arrays import Array, owned
 from pce_mpi.comm.calls import peers_in, public_methods
 from pce_mpi.comm.peers import tell_peers
 from pce_mpi.comm.tracing import cause
+from pce_mpi.comm.uncaught import install
 from pce_mpi.distributed.mesh import Mesh
 from pce_mpi.distributed.placements import Placement
 from pce_mpi.distributed.plotting import array_size, draw_array
@@ -52,6 +53,7 @@ def operators(name: str) -> tuple[Callable[[X, Any], X], Callable[[X, Any], X]]:
                 return OPERATIONS[name](*operands)
             except BaseException as error:
                 peers.operation = ""
+                install()
                 tell_peers(error, peers_in(operands))
                 raise
             finally:

@@ -456,7 +456,7 @@ def _laid_out(
         try:
             yield name, _wanted(placements[name], mesh, shape, path)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"placements[{shown(name)}]: {error}") from error
+            raise type(error)(f"placements[{shown(name)}]: {error}") from None
 
 
 def _wanted(placements: Placements | DistArray, mesh: Mesh, shape: tuple[int, ...], path: Any) -> Sharding:

@@ -179,7 +179,7 @@ def shard_parameters(
             placements: dict[str, Any] = {dim: its_style.placement(array.ndim)}
             placed[name] = distribute(array, mesh, requires_grad=True, **placements)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"params[{name!r}]: {error}") from error
+            raise type(error)(f"params[{name!r}]: {error}") from None
     return placed
 
 

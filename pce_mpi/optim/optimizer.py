@@ -208,7 +208,7 @@ class Optimizer(ABC):
                     raise ValueError("'params' cannot be exchanged: make another optimizer")
                 found.append(self._checked({name: group[name] for name in self.defaults}))
             except (TypeError, ValueError) as error:
-                raise type(error)(f"param_groups[{number}]: {error}") from error
+                raise type(error)(f"param_groups[{number}]: {error}") from None
         return found
 
     def _groups_of(self, mesh: Mesh) -> dict[int, str]:
