@@ -7,10 +7,7 @@ An error says what was expected and what came; then comes the hint, if there is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar, cast
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from typing import Any
 
 #: the hints by the mistake
 HINTS = {
@@ -43,20 +40,3 @@ def hint_at_position(error: BaseException, function: Callable[..., Any], mistake
     """Add a hint to the error by which Python refuses more arguments of `function` by position than it takes."""
     if isinstance(error, TypeError) and str(error).startswith(f"{function.__qualname__}() takes "):
         error.args = (hinted(str(error), mistake),)
-
-
-def hinting_at_position(mistake: str) -> Callable[[Function], Function]:
-    """Make a function add a hint to Python's error if it is called with more arguments by position than it takes."""
-
-    def decorate(function: Function) -> Function:
-        @wraps(function)
-        def call(*arguments: Any, **options: Any) -> Any:
-            try:
-                return function(*arguments, **options)
-            except TypeError as error:
-                hint_at_position(error, function, mistake)
-                raise
-
-        return cast(Function, call)
-
-    return decorate

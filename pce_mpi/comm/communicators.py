@@ -30,7 +30,7 @@ import numpy as np
 
 from pce_mpi.comm.errors import CollectiveTimeout, ranks_text, text_by_rank
 from pce_mpi.comm.launcher import why_apart
-from pce_mpi.comm.library import check_mpi, is_comm, out_of_communicators
+from pce_mpi.comm.library import check_mpi, is_comm, is_running, out_of_communicators
 from pce_mpi.comm.peers import Peers, tell_peers
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group
@@ -276,7 +276,7 @@ def tell(error: BaseException, comms: Iterable[Any], operation: str) -> None:
         if isinstance(comm, TorchGroup) or is_process_group(comm):
             if not isinstance(error, Exception):
                 TorchGroup.give_up(comm, f"{operation} was left by {type(error).__name__}")
-        elif comm is not None and not isinstance(comm, FakeComm) and is_comm(comm):
+        elif comm is not None and not isinstance(comm, FakeComm) and is_running() and is_comm(comm):
             channels.append(comm.Get_attr(_channel_key()))
     tell_peers(error, [channel.peers for channel in channels if channel is not None])
 

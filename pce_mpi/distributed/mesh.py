@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
 import json
 import math
 from types import MappingProxyType
@@ -31,7 +31,7 @@ from pce_mpi.distributed.placements import checked_dims
 from pce_mpi.distributed.plotting import draw_mesh, mesh_size
 from pce_mpi.distributed.sharding import Dims, Sharding
 from pce_mpi.exact.arithmetic import check_settings, current
-from pce_mpi.hints import hinting_at_position
+from pce_mpi.hints import hint_at_position
 from pce_mpi.svg import new_figure, svg_or_none
 from pce_mpi.validation import check_floating_point
 
@@ -46,6 +46,21 @@ _REMEMBERED_ARRAYS = 256
 _REFUSED = "an operation that was refused"
 # A sharded axis has a split point for each rank: an operation on this many takes seconds and 100 MB.
 _MOST_RANKS = 2**22
+
+
+def _told_to_comm(make: Callable[..., None]) -> Callable[..., None]:
+    """Let a constructor tell its errors to the ranks of the communicator that it takes."""
+
+    @wraps(make)
+    def call(*arguments: Any, **dims: Any) -> None:
+        try:
+            make(*arguments, **dims)
+        except BaseException as error:
+            hint_at_position(error, make, "sizes without names")
+            tell(error, arguments[1:2], "Mesh")
+            raise
+
+    return call
 
 
 class Mesh:
@@ -100,17 +115,10 @@ class Mesh:
     Mesh(data=1, classes=1)
     """
 
-    @hinting_at_position("sizes without names")
+    @_told_to_comm
     def __init__(self, comm: MPI.Intracomm, /, **dims: int) -> None:
         if not is_comm(comm):
             raise TypeError(f"comm must be an mpi4py intracommunicator, got {comm_text(comm)}")
-        try:
-            self._make(comm, dims)
-        except BaseException as error:
-            tell(error, [comm], "Mesh")
-            raise
-
-    def _make(self, comm: MPI.Intracomm, dims: Mapping[str, int]) -> None:
         sizes: dict[str, int] = {}
         with local_checks() as checks:
             sizes = checked_dims(dims, comm.size)
