@@ -41,6 +41,8 @@ _NAP = 0.0002
 _LISTENING_SECONDS = 0.2
 # Ranks that wait for long listen so long for each other, before one of them says who waits.
 _ANSWER_SECONDS = 0.5
+# The time in which a rank prints its last words.
+_LAST_WORDS_SECONDS = 1.0
 # The first call of a block is at the next multiple of so many, so that calls of two blocks have different numbers.
 _CALLS_OF_BLOCK = 1 << 20
 
@@ -83,7 +85,8 @@ class Peers:
         """Tell the other ranks an error that leaves a call on this rank, and that they may not raise themselves."""
         if self.size == 1 or self.closed is not None:
             return
-        if isinstance(error, CollectiveTimeout):
+        # A collective that was left never ends, so that no rank can go on.
+        if isinstance(error, CollectiveTimeout) or any(channel.broken for channel in self.channels.values()):
             return self._close(error)
         number = self.number if self.is_mesh else self.channels[self.name].position
         if not self.own:
@@ -387,3 +390,6 @@ def _let_others_know_of_the_end() -> None:
             for peers in all_peers():
                 with suppress(Exception):
                     peers.end()
+            # Once some ranks have ended, a launcher may end one that is about to print the error that nobody catches.
+            if any("origin" in vars(peers.closed) for peers in all_peers() if peers.closed is not None):
+                time.sleep(_LAST_WORDS_SECONDS)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import contextlib
 import os
 import sys
 from types import FrameType
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+import numpy as np
+
+# The files of this package, and those of decorators, such as `numpy.errstate`, and of dispatch that lead to them.
+_BETWEEN = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(np.__file__) + os.sep,
+    contextlib.__file__,
+)
 
 
 def timeout_seconds() -> float:
@@ -34,13 +41,13 @@ def _seconds(variable: str, default: str) -> float:
 def say(line: str) -> None:
     """Write a line to standard error, which may be closed."""
     if sys.stderr is not None:
-        with suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             print(f"pce_mpi: {line}", file=sys.stderr, flush=True)
 
 
 def current_line() -> str:
     """Return the file and the line of the program that led to this call; "" outside functions of a program."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

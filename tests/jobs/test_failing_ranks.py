@@ -154,9 +154,8 @@ def test_rank_that_never_arrives_is_named(tmp_path, use):
     [
         (4, "loss()", "signal.pause()", "silent: ranks 1, 3"),
         (3, "comm.Barrier()", "sys.exit()", "silent: rank 1"),
-        (3, "loss()", "sys.exit()", "silent: rank 1"),
     ],
-    ids=["two hang", "one exits with success, first use", "one exits with success, later use"],
+    ids=["two hang", "one exits with success, first use"],
 )
 def test_silent_ranks_are_all_named(tmp_path, n, before, absence, said):
     job = run(
@@ -204,10 +203,13 @@ def test_call_left_by_ctrl_c_breaks_its_communicator(tmp_path):
         """,
     )
     for report in told(tmp_path, 0):
-        assert_timed_out(report, "not usable any more: softmax_cross_entropy was left by KeyboardInterrupt")
+        assert report["kind"] == "CollectiveError"
+        assert "this communicator is closed since an error" in report["text"]
+        assert "KeyboardInterrupt (rank 0)" in report["text"]
     for rank in (1, 2):
         [report] = told(tmp_path, rank)
-        assert_timed_out(report, "(ranks 1, 2)", "silent: rank 0")
+        assert (report["kind"], report["text"]) == ("CollectiveError", "KeyboardInterrupt (rank 0)")
+        assert report["seconds"] < TIMEOUT
 
 
 def test_busy_silent_rank_prolongs_no_wait(tmp_path):
@@ -332,7 +334,7 @@ def test_interrupted_wait_makes_communicator_unusable(tmp_path):
     assert interrupted["kind"] == "Interrupted"
     assert afterwards.get("kind") in ("CollectiveError", "CollectiveTimeout"), afterwards
     assert "not usable any more" in afterwards["text"]
-    assert_timed_out(other, "silent: rank 0")
+    assert (other["kind"], other["text"]) == ("CollectiveError", "Interrupted: by a signal (rank 0)")
 
 
 def test_timeout_is_written_before_roll_call(tmp_path):
@@ -401,7 +403,7 @@ def test_long_wait_is_said_once_for_each_operation(tmp_path):
 
 
 @pytest.mark.parametrize("first", ["", "loss()"], ids=["first use of the mesh", "later"])
-def test_wait_for_ended_ranks_is_said_at_once(tmp_path, first):
+def test_ranks_that_have_ended_are_not_waited_for(tmp_path, first):
     # The first mistake of all: only one rank asks for the whole array.
     job = run(
         tmp_path,
@@ -414,12 +416,30 @@ def test_wait_for_ended_ranks_is_said_at_once(tmp_path, first):
             tell(lambda: w.full().tolist())
             raise SystemExit("enough")
         """,
-        timeout=2,
+        timeout=60,
     )
     [report] = told(tmp_path, 0)
-    assert_timed_out(report, "full", "silent: ranks 1, 2")
-    said = r"^pce_mpi: rank 0 along data has waited \d+ s in full; ranks 1, 2 along data have ended"
-    assert len(re.findall(said, job.stderr, re.MULTILINE)) == 1
+    assert_timed_out(report, "rank 0 along data waits in full at program.py:", "ended. Every rank has to")
+    assert report["seconds"] < SLACK
+    assert job.returncode != 0
+
+
+def test_ranks_of_a_loop_that_is_longer_end_at_once(tmp_path):
+    job = run(
+        tmp_path,
+        3,
+        """
+        for step in range(3 - (comm.rank == 1)):
+            tell(loss)
+        raise SystemExit("enough" if comm.rank != 1 else None)
+        """,
+        timeout=60,
+    )
+    for rank in (0, 2):
+        *_, report = told(tmp_path, rank)
+        assert_timed_out(report, "waits in softmax_cross_entropy at program.py:", "for rank 1, whose program has ended")
+        assert report["seconds"] < SLACK
+    assert job.returncode != 0
 
 
 def test_bad_timeout_is_clear_error_on_every_rank(tmp_path):
@@ -493,7 +513,7 @@ def test_error_between_calls_reaches_ranks_that_wait(tmp_path):
     )
     for rank in (0, 2):
         [report] = told(tmp_path, rank)
-        assert (report.get("kind"), report.get("text")) == ("RuntimeError", "LookupError: no data (rank 1)")
+        assert (report.get("kind"), report.get("text")) == ("LookupError", "no data (rank 1)")
     assert "LookupError: no data\n" in job.stderr
     assert job.returncode != 0
 
@@ -535,11 +555,15 @@ def test_memory_short_on_one_rank_raises_everywhere(tmp_path, call):
     reports = [told(tmp_path, rank) for rank in range(3)]
     for first, second, third in zip(*(each[::2] for each in reports), strict=True):
         kinds = {each.get("kind") for each in (first, second)}
-        assert kinds in ({None}, {"MemoryError"}, {"RuntimeError"})  # MPI's own shortage is no MemoryError
+        # MPI's own shortage is no MemoryError; one that the ranks have not agreed on has closed the communicator.
+        assert kinds in ({None}, {"MemoryError"}, {"RuntimeError"}, {"CollectiveError"})
         assert (third.get("kind") is None) == (kinds == {None})
         assert all("(rank 2)" in each["text"] for each in (first, second) if kinds != {None})
-    for after in (report for each in reports for report in each[1::2]):
-        assert after.get("returned") == pytest.approx(2.1972245773362196, rel=1e-15)  # log 9
+    for afterwards in zip(*(each[1::2] for each in reports), strict=True):
+        assert len({report.get("kind") for report in afterwards}) == 1
+        for report in afterwards:
+            is_closed = "this communicator is closed since an error" in report.get("text", "")
+            assert is_closed or report.get("returned") == pytest.approx(2.1972245773362196, rel=1e-15)  # log 9
 
 
 def test_rank_that_is_killed_in_midst_ends_job(tmp_path):
