@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 24_571,
+    "package, Python": 24_680,
     "package, C++ and CUDA": 5_409,
-    "package, lines of docstrings": 8_625,
-    "package, files of Python": 191,
-    "tests, Python": 37_549,
+    "package, lines of docstrings": 8_644,
+    "package, files of Python": 192,
+    "tests, Python": 37_956,
 }
 
 SUFFIXES = {
