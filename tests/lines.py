@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 25_100,
+    "package, Python": 25_200,
     "package, C++ and CUDA": 5_409,
     "package, lines of docstrings": 8_750,
-    "package, files of Python": 193,
-    "tests, Python": 38_600,
+    "package, files of Python": 194,
+    "tests, Python": 38_900,
 }
 
 SUFFIXES = {

@@ -34,7 +34,7 @@ _MOST_CHARACTERS = 1000
 # that a late one has none to print; and the time in which a launcher passes on what is printed.
 _LISTENING_SECONDS, _AT_LEAST_SECONDS, _LAST_WORDS_SECONDS = 0.5, 0.05, 0.5
 # After the last announcement of an error like its own, a rank that prints nothing lives longer than one that prints.
-_SILENT_SECONDS = _LISTENING_SECONDS + 2 * _LAST_WORDS_SECONDS
+_SILENT_SECONDS = _LISTENING_SECONDS + 1.5 * _LAST_WORDS_SECONDS
 _NAP = 0.002
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+import os
 import re
 import sys
-import time
 
 import pytest
 
@@ -17,8 +17,15 @@ MOST_LINES, AT_A_TIME = 25, 2
 PROGRAM = "tests/jobs/mistakes.py"
 # Each is of another kind: before the first collective, agreed, of one rank's own numbers, and one that others hear of.
 AT_16 = ["misspelt_option", "number_of_classes_of_the_shard", "no_comm", "backward_again"]
-NAMES = list(MISTAKES)
-GROUPS = {f"from {NAMES[start]}": NAMES[start : start + 12] for start in range(0, len(NAMES), 12)}
+# Each of these takes the way of another one that is run always.
+LIKE_OTHERS = """
+    targets_of_python_floats targets_of_all_classes targets_counted_from_one no_comm_but_number_of_classes
+    number_of_classes_of_the_shard start_at_zero_everywhere option_of_torch axis_that_is_none logits_transposed
+    shard_of_a_third_axis placement_not_made word_for_placement backward_of_a_matrix backward_without_parameters
+    data_of_torch method_of_torch parameter_without_list rate_as_text
+""".split()
+NAMES = [name for name in MISTAKES if name not in LIKE_OTHERS]
+GROUPS = {f"from {NAMES[start]}": NAMES[start : start + 10] for start in range(0, len(NAMES), 10)}
 
 
 def lines_of_error(job: CompletedJob) -> list[str]:
@@ -47,15 +54,20 @@ def test_mistake_prints_one_short_text(names):
         assert_said_once(job, name)
 
 
+@pytest.mark.skipif("MISTAKES" not in os.environ, reason="MISTAKES=all runs those that are like others")
+def test_mistake_like_another_prints_one_short_text():
+    for name, job in zip(LIKE_OTHERS, launched(LIKE_OTHERS, 3), strict=True):
+        assert_said_once(job, name)
+
+
 @pytest.mark.parametrize("name", AT_16)
 def test_mistake_of_16_ranks_prints_no_more(name):
     assert_said_once(launch(16, PROGRAM, name), name)
 
 
 def test_mistake_under_plain_python_prints_as_much():
-    for name in ("misspelt_option", "targets_in_a_column"):
-        command = [*mpiexec(), "-n", "3", sys.executable, PROGRAM, name]
-        assert_said_once(complete(command, env=job_environment(3)), name)
+    command = [*mpiexec(), "-n", "3", sys.executable, PROGRAM, "targets_in_a_column"]
+    assert_said_once(complete(command, env=job_environment(3)), "targets_in_a_column")
 
 
 def test_full_traceback_has_every_rank_and_frame():
@@ -94,7 +106,7 @@ HEARD = """
 """
 
 
-@pytest.mark.parametrize(("origin", "late"), [(0, 0), (1, 0), (1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("origin", "late"), [(0, 0), (1, 0), (2, 2)])
 def test_heard_error_is_printed_by_its_origin(origin, late):
     job = launch_source(3, HEARD, str(origin), str(late))
     assert lines_of_error(job) == ["LookupError: no data"]
@@ -174,9 +186,8 @@ ALONE = """
 
 
 def alone(source: str) -> str:
-    start = time.monotonic()
     job = launch_source(1, ALONE + source)
-    assert job.returncode != 0 and time.monotonic() > start
+    assert job.returncode != 0
     return job.stderr
 
 
@@ -242,6 +253,5 @@ def test_hook_of_the_program_is_called_once():
     assert job.stderr.count("caught by a hook: AttributeError(") == 1 and "Traceback" not in job.stderr
 
 
-@pytest.mark.parametrize("name", ["stderr", "__stderr__"])
-def test_closed_stderr_does_no_harm(name):
-    assert "Error in sys.excepthook" not in alone(f"    import sys\n    sys.{name} = None\n    wrong()\n")
+def test_closed_stderr_does_no_harm():
+    assert "Error in sys.excepthook" not in alone("    import sys\n    sys.stderr = None\n    wrong()\n")
