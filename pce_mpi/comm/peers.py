@@ -30,8 +30,6 @@ from pce_mpi.comm.waits import current_line, say, timeout_seconds
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from pce_mpi.comm.communicators import Channel
-
 # Open MPI sends the messages of Create_group under the tag that it is given: one that nobody listens for.
 Error = TypeVar("Error", bound=BaseException)
 
@@ -64,7 +62,7 @@ class Peers:
     def __init__(self, comm: MPI.Intracomm | Any, name: int = 0, near: Sequence[int] = ()) -> None:
         self.comm, self.name, self.near = comm, name, near
         self.rank, self.size = (comm.rank, comm.size) if comm else (0, 1)
-        self.channels: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
+        self.channels: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.blocks: list[int] = []
         self.reports: dict[int, dict[int, Any]] = {}
         self.sent = 0
@@ -147,7 +145,7 @@ class Peers:
         if self.closed is not None:
             raise self.refusal()
 
-    def look(self, channel: Channel, operation: str) -> None:
+    def look(self, channel: Any, operation: str) -> None:
         """Listen, while this rank waits in a collective, and raise the error of a rank that will not come."""
         self._listen()
         for rank, errors in self._errors.items():
@@ -245,7 +243,7 @@ class Peers:
         self._send("ends", self._positions(), to={self.near[(here + distance) % count] for distance in distances})
 
     def _look_for_the_end(
-        self, started: dict[Channel, int], operation: str, missing: Collection[int] | None = None
+        self, started: dict[Any, int], operation: str, missing: Collection[int] | None = None
     ) -> None:
         """Raise if ranks have ended that this one waits for: in collectives of some channels, or because they miss."""
 
@@ -275,7 +273,7 @@ class Peers:
             raise CollectiveTimeout(f"{waited}; silent: {ranks_text(missing, self.over)}")
         time.sleep(_NAP)
 
-    def say_who_waits(self, channel: Channel, operation: str, start: float) -> None:
+    def say_who_waits(self, channel: Any, operation: str, start: float) -> None:
         """Write a line, if this rank is the lowest of those that have waited in `operation` for long."""
         seconds = time.monotonic() - start
         if seconds < channel.notice or operation in channel.noticed:

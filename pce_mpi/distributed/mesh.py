@@ -440,6 +440,11 @@ class Mesh:
         ...     except ValueError as error:
         ...         print("left out:", error)
 
+        Returns
+        -------
+        context manager
+            The block.
+
         Raises
         ------
         Exception

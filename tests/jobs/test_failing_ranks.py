@@ -424,7 +424,7 @@ def test_ranks_that_have_ended_are_not_waited_for(tmp_path, first):
     assert job.returncode != 0
 
 
-def test_ranks_of_a_loop_that_is_longer_end_at_once(tmp_path):
+def test_ranks_with_a_longer_loop_end_at_once(tmp_path):
     job = run(
         tmp_path,
         3,

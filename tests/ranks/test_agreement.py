@@ -245,7 +245,7 @@ class Unreadable:
     """Fails with what no check expects when it is read."""
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        raise KeyError("this array cannot be read")
+        raise LookupError("this array cannot be read")
 
 
 class Mute(Exception):
@@ -323,7 +323,7 @@ BAD = [
     Wrong(TypeError, "logits must be an array of numbers, got object", {"logits": object()}),
     Wrong(TypeError, "logits cannot be taken as an array: ...", {"logits": [[1.0, 2.0], [3.0]]}),
     Wrong(RuntimeError, "Mute", {"logits": Muting()}),
-    Wrong(KeyError, "'this array cannot be read'", {"logits": Unreadable()}),
+    Wrong(LookupError, "this array cannot be read", {"logits": Unreadable()}),
     Wrong(ValueError, f"{WEIGHT}...,)", weight_as(np.float32, classes=1), weight_as()),
     Wrong(ValueError, f"{WEIGHT}..., 2)", weight_as(np.float32, 2), weight_as()),
     Wrong(TypeError, "weight must be real numbers, got complex64", weight_as(np.complex64), weight_as()),

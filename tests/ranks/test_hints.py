@@ -129,7 +129,7 @@ MISTAKES = {
     "sizes without names": Mistake(
         TypeError,
         "Mesh.__init__() takes 2 positional arguments but 3 were given",
-        lambda comm: pce.Mesh(comm, [comm.size]),  # type: ignore[call-arg]
+        lambda comm: pce.Mesh(comm, [comm.size]),
     ),
     "class of placements": Mistake(
         TypeError,
