@@ -140,4 +140,5 @@ globals()["__all__"] = [
 
 # Every rank calls these, so that an error of one rank is every rank's. They call each other as they are defined.
 _on_one_rank = {"shard_range", "op", "cosine_schedule", "linear_schedule"}
-_public_functions(globals(), _on_one_rank, "pce_mpi.distributed", "pce_mpi.ops", "pce_mpi.optim")
+_over_meshes = {"clip_grad_norm", "fingerprint", "save"}
+_public_functions(globals(), _on_one_rank, _over_meshes, "pce_mpi.distributed", "pce_mpi.ops", "pce_mpi.optim")

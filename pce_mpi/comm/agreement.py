@@ -129,7 +129,9 @@ def agree_on_call(
     if calls != (checksum,) * messages:
         refused = getattr(comm, "refused", _nobody_listens)
         numbers = [call // _CALL for call in calls]
-        if peers is not None and channel.size == peers.size:
+        # Ranks that have made other calls may be in different steps: only the end of a block brings them together.
+        is_settled = peers is None or len(set(numbers)) == 1 or bool(peers.blocks)
+        if peers is not None and is_settled and channel.size == peers.size:
             peers.number += max(numbers) - numbers[channel.rank]
         if any(call & _FAILED for call in calls):
             raise_together(comm, operation, error, over=over, ranks_named=ranks_named)
@@ -139,7 +141,7 @@ def agree_on_call(
             comm, numbers, operation, over
         )
         refused()
-        raise agreed(named(CollectiveError(difference)), peers, comm.size)
+        raise agreed(named(CollectiveError(difference)), peers, comm.size if is_settled else 0)
     return said[: len(facts)] if messages == channel.size else [each * channel.size for each in said[: len(facts)]]
 
 

@@ -20,7 +20,7 @@ _last = _NOBODY
 
 
 # Values in a list, and lists within lists, beyond which no mesh is looked for.
-_MOST_VALUES, _DEPTH = 1000, 2
+_MOST_VALUES, _MOST_LISTS, _DEPTH = 1000, 16, 2
 
 
 def peers_in(values: Iterable[Any], depth: int = 0) -> Iterator[Peers]:
@@ -31,7 +31,7 @@ def peers_in(values: Iterable[Any], depth: int = 0) -> Iterator[Peers]:
             lists.append(value)
         elif isinstance(peers := getattr(value, "_peers", None), Peers):
             yield peers
-    for several in lists if depth < _DEPTH else ():
+    for several in lists[:_MOST_LISTS] if depth < _DEPTH else ():
         yield from peers_in(several.values() if isinstance(several, dict) else several, depth + 1)
 
 
@@ -49,7 +49,8 @@ def public(function: Function, *, counts: bool = True, finds_mesh: bool = True) 
         global _last
         peers = getattr(arguments[0], "_peers", None) if arguments else None
         if type(peers) is not Peers:
-            peers = next(peers_in((*arguments, *options.values())), _last if finds_mesh else _NOBODY)
+            last = _last if finds_mesh and _last.closed is None and _last.name in _last.channels else _NOBODY
+            peers = next(peers_in((*arguments, *options.values())), last)
         if peers.operation:  # the call that this one is a part of is counted, and tells
             return function(*arguments, **options)
         if peers.closed is not None:
@@ -71,11 +72,14 @@ def public(function: Function, *, counts: bool = True, finds_mesh: bool = True) 
     return cast(Function, call)
 
 
-def public_functions(names: dict[str, Any], but: Collection[str], *folders: str) -> None:
-    """Make the functions among `names` public that are defined in `folders`, but those that cannot communicate."""
+def public_functions(names: dict[str, Any], but: Collection[str], uncounted: Collection[str], *folders: str) -> None:
+    """Make the functions among `names` public that are defined in `folders`, but those that cannot communicate.
+
+    Calls that may be over several meshes are `uncounted`: each of these has agreements of its own.
+    """
     for name in names["__all__"]:
         if isfunction(value := names[name]) and value.__module__.startswith(folders) and name not in but:
-            names[name] = call = public(value)
+            names[name] = call = public(value, counts=name not in uncounted)
             call.__module__ = "pce_mpi"  # where it is found to be pickled
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from pce_mpi.comm.errors import CollectiveTimeout, ranks_text, text_by_rank
 from pce_mpi.comm.launcher import why_apart
 from pce_mpi.comm.library import check_mpi, is_comm, is_running, out_of_communicators
-from pce_mpi.comm.peers import Peers, tell_peers
+from pce_mpi.comm.peers import Peers, open_blocks, tell_peers
 from pce_mpi.comm.rehearsed import FakeComm
 from pce_mpi.comm.torch_group import TorchGroup, is_process_group
 from pce_mpi.comm.tracing import Purpose, Start, cause, open_traces, record
@@ -136,8 +136,8 @@ class Channel:
                     break
                 if tests >= _SPINS:
                     give_way()
-                    if tests % _LISTENS == 0 and self.peers is not None:
-                        self.peers.look(self, operation)
+                    if tests % _LISTENS == 0:
+                        self._look(operation)
             else:
                 self._wait_longer(request, operation if purpose is Purpose.PAYLOAD else f"{operation}: {purpose.value}")
             if self.broken:
@@ -164,6 +164,13 @@ class Channel:
         _abandoned[:] = [each for each in _abandoned if each.number != self.number]
         self.position, self.broken = position, None
 
+    def _look(self, operation: str) -> None:
+        if self.peers is not None:
+            self.peers.look(self, operation)
+        else:  # the first use of a communicator
+            for peers in open_blocks():
+                peers.look_for_blocks()
+
     def _wait_longer(self, request: MPI.Request, operation: str) -> None:
         from mpi4py import MPI
 
@@ -175,8 +182,8 @@ class Channel:
                 self._say_that_it_waits(operation, late)
                 self.broken = self._roll_call(operation)
                 raise CollectiveTimeout(self.broken)
+            self._look(operation)
             if self.peers is not None:
-                self.peers.look(self, operation)
                 self.peers.say_who_waits(self, operation, start)
             elif not said_so and time.monotonic() > start + self.notice:
                 said_so = True

@@ -111,8 +111,8 @@ def remade(names: Sequence[str], text: str, origin: int | None = None, first: in
     """
     error: Exception = CollectiveError(text)
     for index, name in enumerate(names[first:], first):
-        if (kind := _class_of(name)) is not None:
-            with suppress(Exception):
+        with suppress(Exception):  # of modules that make their names as they are asked for, and of classes
+            if (kind := _class_of(name)) is not None:
                 error = kind(text if index == 0 else f"{names[0].rpartition(':')[2].rpartition('.')[2]}: {text}")
                 vars(error)["class_index"] = index
                 break

@@ -41,7 +41,7 @@ _LISTENING_SECONDS = 0.2
 _ANSWER_SECONDS = 0.5
 # The time in which a rank prints its last words.
 _LAST_WORDS_SECONDS = 1.0
-# The first call of a block is at the next multiple of so many, so that calls of two blocks have different numbers.
+# The numbers of calls in a block are so many above those before it, so that calls of two blocks have different ones.
 _CALLS_OF_BLOCK = 1 << 20
 
 
@@ -66,7 +66,9 @@ class Peers:
         self.blocks: list[int] = []
         self.reports: dict[int, dict[int, Any]] = {}
         self.sent = 0
-        self._epoch = self._received = self._closed_in = 0
+        self._epoch = self._received = self._closed_in = self._begun = 0
+        self.starts: dict[int, int] = {}
+        self._left: set[int] = set()  # the ranks that have left a block for good
         self.own: list[int] = []
         self._errors: dict[int, list[list[Any]]] = {}
         self._waiting: dict[int, list[Any]] = {}
@@ -98,20 +100,30 @@ class Peers:
         self._close(error)
         return error
 
+    def revoke_block(self, error: BaseException) -> None:
+        """Close the communicators as this rank leaves a block without the others, which need not wait for it."""
+        self._close(error)
+        if self.size > 1:
+            self._send("left")
+
     def _close(self, error: BaseException, number: int | None = None) -> None:
         if self.closed is None and self.size > 1:
             if not self.own:
                 self._count_error()
-            self.closed, self._closed_in = error, self.number if number is None else number
-            self._send("revoked", self._closed_in, *described(error, self.over, self.rank))
+            # Without its traceback, whose frames refer to the communicators.
+            names, text = described(error, self.over, self.rank)
+            self._words = names, text, vars(error).get("origin")
+            self.closed = remade(*self._words)
+            self._closed_in = self.number if number is None else number
+            self._send("revoked", self._closed_in, names, text)
 
     def _count_error(self) -> None:
-        """Count an error outside a block as a call over all other communicators, of which the program may skip some.
+        """Count an error over a mesh, outside a block, as a call over all other meshes: the program may skip some.
 
         Ranks that have had it and ranks that have not then differ in their next agreement.
         """
-        for peers in () if self.blocks else all_peers():
-            if peers is not self:
+        for peers in all_peers() if self.is_mesh and not self.blocks else ():
+            if peers.is_mesh and peers is not self:
                 peers.number += 1
 
     def refusal(self) -> CollectiveError:
@@ -140,7 +152,7 @@ class Peers:
                     del errors[:count]
                 return
             self._look_for_the_end({channel: channel.position + 1 for channel in self.channels.values()}, operation)
-            self._look_for_blocks()
+            self.look_for_blocks()
             self._wait(operation, start, [rank for rank in self._others() if len(self._errors.get(rank, [])) < count])
         if self.closed is not None:
             raise self.refusal()
@@ -155,30 +167,35 @@ class Peers:
                 if (is_earlier or is_missed) and number not in self.own:
                     raise self.revoke(self._remade(names, text, rank))
         if self.closed is not None:
-            raise self.closed
+            raise remade(*self._words)
         for rank, report in ((rank, report) for reports in self.reports.values() for rank, report in reports.items()):
             if report["channels"].get(channel.number, [channel.position])[0] < channel.position:
-                self._look_for_blocks()
+                self.look_for_blocks()
                 ended = f"{ranks_text([rank], self.over)} has ended a block of attempt() that this rank is not in"
                 raise self.revoke(CollectiveError(ended))
         for peers in {self, *open_blocks()}:
-            peers._look_for_blocks()
+            peers.look_for_blocks()
+            if peers.closed is not None:  # a rank may wait for this one, which has swallowed an error, in another place
+                raise peers.refusal()
         self._look_for_the_end({channel: channel.position}, operation)
 
     # Blocks that all ranks end together.
 
     def begin(self) -> int:
         """Begin a block; return its number."""
-        self.number = (self.number // _CALLS_OF_BLOCK + 1) * _CALLS_OF_BLOCK
-        self.blocks.append(self.number)
+        self.number += _CALLS_OF_BLOCK  # ranks that have counted differently still do
+        self._begun += 2
+        self.blocks.append(self._begun)
+        self.starts[self._begun] = self.number - _CALLS_OF_BLOCK // 2
         open_blocks().append(self)
-        return self.number
+        return self._begun
 
     def leave(self, block: int) -> None:
         """Note that this rank is in the block no more."""
         open_blocks().remove(self)
         self.blocks.remove(block)
         self.reports.pop(block, None)
+        del self.starts[block]
 
     def report(self, block: int, report: dict[str, Any]) -> None:
         """Tell the other ranks how a block ended here, in which they may be waiting."""
@@ -191,10 +208,14 @@ class Peers:
         start, reports = time.monotonic(), self.reports[block]
         while len(reports) < self.size:
             # The others may not have begun a block that this rank began as the communicators were closed.
-            if self.closed is not None and block in self.blocks and self._closed_in < block:
+            if self.closed is not None and block in self.blocks and self._closed_in < self.starts[block]:
                 raise self.refusal()
-            self._look_for_blocks(outer_of=block)
             missing = [rank for rank in self._others() if rank not in reports]
+            if self._left & {*missing} and self.closed is not None:
+                raise remade(*self._words)
+            if block in self.blocks and any(other < block and other not in self.blocks for other in self.reports):
+                raise CollectiveError("ranks end different blocks of attempt()")
+            self.look_for_blocks(outer_of=block)
             self._look_for_the_end({}, "attempt", missing)
             self._wait("attempt", start, missing)
             self._listen()
@@ -207,6 +228,7 @@ class Peers:
         self.own.clear()
         self._errors.clear()
         self._waiting.clear()
+        self._left.clear()
         self.reports.clear()
         self._epoch += 1
         self.restart()
@@ -224,7 +246,8 @@ class Peers:
         self._listen()
         return self.closed is not None or bool(self.own) or any(self._errors.values())
 
-    def _look_for_blocks(self, outer_of: int | None = None) -> None:
+    def look_for_blocks(self, outer_of: int | None = None) -> None:
+        """Listen, and raise the error of a block that has ended on another rank."""
         self._listen()
         for block in self.blocks:
             if block == outer_of:
@@ -303,7 +326,7 @@ class Peers:
     def receive(self, messages: int) -> None:
         """Receive as many messages as the other ranks have sent in all."""
         while self._received < messages:
-            self._listen()
+            self._listen(is_over=True)
 
     def _others(self) -> Iterator[int]:
         return (rank for rank in range(self.size) if rank != self.rank)
@@ -319,7 +342,7 @@ class Peers:
             if to is None or rank in to:
                 self._requests.append((self.comm.Isend([message, mpi().BYTE], rank, _TAG), message))
 
-    def _listen(self) -> None:
+    def _listen(self, is_over: bool = False) -> None:
         if self.comm is None:
             return
         status = mpi().Status()
@@ -327,7 +350,8 @@ class Peers:
             message = bytearray(status.Get_count(mpi().BYTE))
             self.comm.Recv([message, mpi().BYTE], status.source, _TAG)
             self._received += 1
-            self._take(status.source, *json.loads(message))
+            if not is_over:
+                self._take(status.source, *json.loads(message))
 
     def _take(self, rank: int, what: str, epoch: int, *content: Any) -> None:
         if what == "ends":
@@ -341,6 +365,8 @@ class Peers:
             elif what == "revoked":
                 number, names, text = content
                 self._close(self._remade(names, text, rank), number)
+            elif what == "left":
+                self._left.add(rank)
             elif what == "waits":
                 self._waiting[rank] = [*content]
             else:

@@ -15,7 +15,7 @@ import numpy as np
 from pce_mpi.comm.agreement import agree
 from pce_mpi.comm.collectives import merge_operator
 from pce_mpi.comm.communicators import Channel, all_channels
-from pce_mpi.comm.errors import CollectiveTimeout, described, remade
+from pce_mpi.comm.errors import CollectiveError, CollectiveTimeout, described, remade
 from pce_mpi.comm.library import mpi, ranks_in
 from pce_mpi.comm.peers import Peers, all_peers
 from pce_mpi.comm.waits import timeout_seconds
@@ -43,8 +43,12 @@ def end_block(peers: Peers, comm: MPI.Intracomm, block: int, error: BaseExceptio
 
     Collective over `comm`, whose ranks are `peers`: messages, collectives that it joins, an Allgather of 56 bytes.
     """
-    peers.report(block, report_of(peers, error))
+    peers.report(block, {**report_of(peers, error), "start": peers.starts[block]})
     reports = dict(sorted(peers.all_reports(block).items()))
+    if len({report["start"] for report in reports.values()}) > 1:
+        raise CollectiveError(
+            "ranks have not made the same calls before a block of attempt(), and may be in other steps"
+        )
     restore(peers, reports)
     names, text, _ = chosen = next(
         (each["error"] for each in reports.values() if each["error"][2]), reports[0]["error"]

@@ -531,13 +531,13 @@ class _Attempt:
                     mesh.agree(tuple(mesh.dims), "attempt", {})
                 except BaseException as late:
                     error = late
-            if error is not None and mesh.size > 1:
+            if error is not None and peers.size > 1:
                 if isinstance(error, CollectiveTimeout):
-                    raise peers.revoke(error)
+                    raise error
                 error = end_block(peers, mesh._cart, self._block, error)
         except BaseException as failure:
             if not peers.outer_has_ended(self._block):
-                peers.revoke(failure)
+                peers.revoke_block(failure)
             raise
         finally:
             peers.leave(self._block)

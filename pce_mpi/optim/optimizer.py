@@ -13,7 +13,7 @@ import numpy as np
 
 from pce_mpi.arrays import Array, array_namespace, check_one_library, compute_dtype_of, to_host
 from pce_mpi.comm.agreement import agree, local_checks
-from pce_mpi.comm.calls import public_methods
+from pce_mpi.comm.calls import Kind, public_methods
 from pce_mpi.comm.tracing import cause, phase
 from pce_mpi.distributed.array import DistArray, described, redistribute
 from pce_mpi.distributed.creation import distribute
@@ -127,7 +127,12 @@ def option(name: str, meaning: str) -> Any:
     return property(read, assign, doc=f"{meaning}, in each group without one of its own.")
 
 
-@public_methods
+def _public(kind: Kind) -> Kind:
+    """Make the methods of an optimizer public; their calls may be over several meshes, and are counted for none."""
+    return public_methods(kind, uncounted=vars(kind))
+
+
+@_public
 class Optimizer(ABC):
     """The common part of all optimizers: groups of parameters, communication, and the state that is saved.
 
@@ -158,7 +163,7 @@ class Optimizer(ABC):
     _squares: tuple[str, ...] = ()
 
     def __init_subclass__(cls) -> None:
-        public_methods(cls)
+        _public(cls)
 
     def __init__(self, parameters: Groups, **defaults: Any) -> None:
         groups = in_groups(parameters)

@@ -45,4 +45,4 @@ def test_faults_change_first_fingerprint(tmp_path):
 def test_missing_synchronization_is_found_in_first_step(tmp_path):
     job = launch(2, str(PROGRAM), "2", str(tmp_path), "2x1x1-unsynchronized")
     assert job.returncode != 0
-    assert "replicas differ" in job.stderr
+    assert "different arrays" in job.stderr

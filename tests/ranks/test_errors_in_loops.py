@@ -122,7 +122,7 @@ class Program:
     def softmax(self, number: float) -> None:
         """Compute a softmax over shards: its collective is one of an operation."""
         axis = pce.Shard(0)
-        logits = pce.distribute(number + np.arange(6.0), self.mesh, **{next(iter(self.mesh.dims)): axis})
+        logits = pce.distribute(number // 100 + np.arange(6.0), self.mesh, **{next(iter(self.mesh.dims)): axis})
         self.note(float(pce.max(pce.softmax(logits * 1.0, 0)).full()), 0.6336913225737218)
 
     def summed(self, mesh: Any, dims: list[str], number: float) -> None:
@@ -157,7 +157,7 @@ def patience(seconds: float) -> Iterator[None]:
         os.environ |= {"PCE_MPI_TIMEOUT": before} if before else {}
 
 
-def drawn(seed: int, size: int, has_blocks: bool) -> tuple[list[list[str]], dict[tuple[int, int], dict[int, str]]]:
+def drawn(seed: int, size: int, way: str) -> tuple[list[list[str]], dict[tuple[int, int], dict[int, str]]]:
     """Draw the calls of each step, and the faults of a step on a rank, by the number of the call."""
     choose = random.Random(seed)
     steps = [[*choose.choices(CALLS, k=choose.randint(1, 4)), "all"] for _ in range(STEPS)]
@@ -169,10 +169,12 @@ def drawn(seed: int, size: int, has_blocks: bool) -> tuple[list[list[str]], dict
         names = {*FAULTS}
         if steps[step][index] != "loss":  # other ranks must come to the agreement
             names -= {"wrong_target", "wrong_option"}
-        if {"of_half", "along"} & {*steps[step]}:  # ranks would wait for each other on two communicators
+        if way != "a block" or {"of_half", "along"} & {
+            *steps[step]
+        }:  # ranks would wait for each other on two communicators
             names -= {"skipped_call"}
-        if not has_blocks:  # nobody hears of what leaves no call
-            names -= {"skipped_call", "own_error", "kept_error", "key_error", "interrupt"}
+        if way == "no block":  # nobody hears of what leaves no call
+            names -= {"own_error", "kept_error", "key_error", "interrupt"}
         bad[step, rank] = {index: choose.choice(sorted(names))}
     return steps, bad
 
@@ -191,7 +193,7 @@ def run(program: Program, step: list[str], number: float, faults: dict[int, str]
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), is_grid=st.booleans())
 def test_each_call_is_right_or_raises(comm, way, seed, is_grid):
-    steps, bad = drawn(seed, comm.size, way != "no block")
+    steps, bad = drawn(seed, comm.size, way)
     alone = comm.Dup()
     # Outside blocks, ranks that an error has reached and others may wait for each other on the two meshes.
     with patience(2.0 if way == "no block" else 20.0):
@@ -206,7 +208,7 @@ def test_each_call_is_right_or_raises(comm, way, seed, is_grid):
                         blocks.enter_context(program.mesh.attempt())
                     if way == "nested blocks":
                         blocks.enter_context(program.part.attempt())
-                    run(program, names, 10.0 * (step + 1), bad.get((step, comm.rank), {}))
+                    run(program, names, 100.0 * (step + 1), bad.get((step, comm.rank), {}))
                 done.append(step)
             except (Exception, KeyboardInterrupt) as error:
                 errors.append(error)
@@ -215,7 +217,7 @@ def test_each_call_is_right_or_raises(comm, way, seed, is_grid):
     # Where a rank has left out a call, the others may have taken its next one of that step, which they all leave.
     skipped = {step for (step, _), fault in bad.items() if "skipped_call" in fault.values()}
     assert {step for step, *_ in program.wrong} <= skipped - set(done)
-    assert all(abs(number / due - 1) < 0.1 for _, number, due in program.wrong)
+    assert all(abs(number / due - 1) < 0.06 for _, number, due in program.wrong)
     if way != "no block":
         assert max(seconds for _, seconds in everywhere) < STEPS
         failed = {step for step, _ in bad}

