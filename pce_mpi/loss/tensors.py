@@ -38,7 +38,8 @@ def tensors_for_tensors(function: Function) -> Function:
         except BaseException as error:
             hint_at_position(error, function, "comm by position")
             comms = [comm for each in arguments if isinstance(each, MadeResiduals) for comm in each._comms]
-            comms += groups_of([*arguments, *options.values()])
+            if not isinstance(error, Exception):  # otherwise nothing is told to groups of torch
+                comms += groups_of([*arguments, *options.values()])
             tell(error, [*comms, options.get("comm"), options.get("batch_comm")], function.__name__)
             raise
 
