@@ -129,8 +129,8 @@ def agree_on_call(
     if calls != (checksum,) * messages:
         refused = getattr(comm, "refused", _nobody_listens)
         numbers = [call // _CALL for call in calls]
-        # Ranks that have made other calls may be in different steps: only the end of a block brings them together.
-        is_settled = peers is None or len(set(numbers)) == 1 or bool(peers.blocks)
+        # Ranks that make the same call after other ones are in different steps, from which they do not find together.
+        is_settled = peers is None or bool(peers.blocks) or len({call % _CALL for call in calls}) > 1
         if peers is not None and is_settled and channel.size == peers.size:
             peers.number += max(numbers) - numbers[channel.rank]
         if any(call & _FAILED for call in calls):

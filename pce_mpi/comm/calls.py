@@ -35,11 +35,12 @@ def peers_in(values: Iterable[Any], depth: int = 0) -> Iterator[Peers]:
         yield from peers_in(several.values() if isinstance(several, dict) else several, depth + 1)
 
 
-def public(function: Function, *, counts: bool = True, finds_mesh: bool = True) -> Function:
+def public(function: Function, *, reads: bool = False, has_meshes: bool = False, finds_mesh: bool = True) -> Function:
     """Make `function`, which users call, count its calls and tell its errors to the ranks of its mesh.
 
-    One that ranks may call alone `counts` nothing where it communicates nothing. Unless `finds_mesh`, it takes no mesh
-    but the one among its arguments.
+    One that `reads` is not counted once it has ended well: ranks may call it alone where it communicates nothing. One
+    that `has_meshes` is counted over each mesh of its arguments. Unless `finds_mesh`, a function takes no mesh but the
+    one among its arguments.
     """
 
     name = function.__name__
@@ -57,10 +58,18 @@ def public(function: Function, *, counts: bool = True, finds_mesh: bool = True) 
             raise peers.refusal()
         try:
             peers.operation = name
-            peers.number += counts
+            if has_meshes:
+                several = getattr(arguments[0], "_all_peers", None) if arguments else None
+                for mesh_peers in several or {peers, *peers_in((*arguments, *options.values()))}:
+                    mesh_peers.number += 1
+            else:
+                peers.number += 1
             if peers.size > 1:
                 _last = peers
-            return function(*arguments, **options)
+            result = function(*arguments, **options)
+            if reads:
+                peers.number -= 1
+            return result
         except BaseException as error:
             peers.operation = ""
             install()
@@ -72,24 +81,26 @@ def public(function: Function, *, counts: bool = True, finds_mesh: bool = True) 
     return cast(Function, call)
 
 
-def public_functions(names: dict[str, Any], but: Collection[str], uncounted: Collection[str], *folders: str) -> None:
+def public_functions(names: dict[str, Any], but: Collection[str], over_meshes: Collection[str], *folders: str) -> None:
     """Make the functions among `names` public that are defined in `folders`, but those that cannot communicate.
 
-    Calls that may be over several meshes are `uncounted`: each of these has agreements of its own.
+    The arrays of those `over_meshes` may be on several meshes.
     """
     for name in names["__all__"]:
         if isfunction(value := names[name]) and value.__module__.startswith(folders) and name not in but:
-            names[name] = call = public(value, counts=name not in uncounted)
+            names[name] = call = public(value, has_meshes=name in over_meshes)
             call.__module__ = "pce_mpi"  # where it is found to be pickled
 
 
-def public_methods(kind: Kind, but: Collection[str] = (), uncounted: Collection[str] = ()) -> Kind:
+def public_methods(
+    kind: Kind, but: Collection[str] = (), reading: Collection[str] = (), has_meshes: bool = False
+) -> Kind:
     """Make the methods of the class `kind` that users call, its operators and what they assign, public."""
     for name, value in list(vars(kind).items()):
         if (name.startswith("_") and not name.endswith("__")) or name in but:
             continue
         if isfunction(value) and value.__name__ not in but:
-            setattr(kind, name, public(value, counts=name not in uncounted))
+            setattr(kind, name, public(value, reads=name in reading, has_meshes=has_meshes))
         elif isinstance(value, classmethod):
             setattr(kind, name, classmethod(public(value.__func__)))
         elif isinstance(value, property) and value.fset:

@@ -175,7 +175,9 @@ class Peers:
                 raise self.revoke(CollectiveError(ended))
         for peers in {self, *open_blocks()}:
             peers.look_for_blocks()
-            if peers.closed is not None:  # a rank may wait for this one, which has swallowed an error, in another place
+            if (
+                peers.is_mesh and peers.closed is not None
+            ):  # a rank may wait for this one, which has swallowed an error, in another place
                 raise peers.refusal()
         self._look_for_the_end({channel: channel.position}, operation)
 

@@ -128,8 +128,8 @@ def option(name: str, meaning: str) -> Any:
 
 
 def _public(kind: Kind) -> Kind:
-    """Make the methods of an optimizer public; their calls may be over several meshes, and are counted for none."""
-    return public_methods(kind, uncounted=vars(kind))
+    """Make the methods of an optimizer public, whose parameters may be on several meshes."""
+    return public_methods(kind, has_meshes=True)
 
 
 @_public
@@ -143,6 +143,7 @@ class Optimizer(ABC):
     # An attribute that is none, as a misspelt option, cannot be assigned.
     __slots__ = (
         "__weakref__",
+        "_all_peers",
         "_buffers",
         "_group_of",
         "_groups_on",
@@ -177,6 +178,7 @@ class Optimizer(ABC):
         self._options()
         self._meshes = meshes_of(self.parameters)
         self._peers = self._meshes[0]._peers
+        self._all_peers = tuple(mesh._peers for mesh in self._meshes)
         self._groups_on = [self._groups_of(mesh) for mesh in self._meshes]
         self._largest = max(parameter.local.size for parameter in self.parameters)
         for parameter in self.parameters:
