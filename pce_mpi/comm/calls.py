@@ -55,7 +55,7 @@ def public(function: Function, *, reads: bool = False, has_meshes: bool = False,
         if peers.operation:  # the call that this one is a part of is counted, and tells
             return function(*arguments, **options)
         if peers.closed is not None:
-            raise peers.refusal()
+            peers.refuse()
         try:
             peers.operation = name
             if has_meshes:

@@ -68,6 +68,8 @@ class Peers:
         self.sent = 0
         self._epoch = self._received = self._closed_in = self._begun = 0
         self.starts: dict[int, int] = {}
+        self._closed_at: dict[int, int] = {}  # positions of the ranks that have closed the communicators
+        self._has_raised = False
         self._left: set[int] = set()  # the ranks that have left a block for good
         self.own: list[int] = []
         self._errors: dict[int, list[list[Any]]] = {}
@@ -88,16 +90,22 @@ class Peers:
         # A collective that was left never ends, so that no rank can go on.
         if isinstance(error, CollectiveTimeout) or any(channel.broken for channel in self.channels.values()):
             return self._close(error)
-        number = self.number if self.is_mesh else self.channels[self.name].position
+        number = self._place
         if not self.own:
             self._count_error()
         self.own.append(number)
         self._send("error", number, self._positions(), *described(error, self.over, self.rank))
         self._listen()  # so that nothing piles up where no call waits
 
+    @property
+    def _place(self) -> int:
+        """The number of this call, or of the last collective."""
+        return self.number if self.is_mesh else self.channels[self.name].position
+
     def revoke(self, error: Error) -> Error:
         """Close the communicators, let the other ranks do so, and return the error."""
         self._close(error)
+        self._has_raised = True
         return error
 
     def revoke_block(self, error: BaseException) -> None:
@@ -114,8 +122,9 @@ class Peers:
             names, text = described(error, self.over, self.rank)
             self._words = names, text, vars(error).get("origin")
             self.closed = remade(*self._words)
-            self._closed_in = self.number if number is None else number
-            self._send("revoked", self._closed_in, names, text)
+            self._has_raised = "origin" not in vars(error) or bool(self.own)
+            self._closed_in = self._place if number is None else number
+            self._send("revoked", self._closed_in, self._positions(), names, text)
 
     def _count_error(self) -> None:
         """Count an error over a mesh, outside a block, as a call over all other meshes: the program may skip some.
@@ -126,13 +135,21 @@ class Peers:
             if peers.is_mesh and peers is not self:
                 peers.number += 1
 
-    def refusal(self) -> CollectiveError:
-        """Return the error of a call over communicators that are closed."""
+    def refusal(self) -> Exception:
+        """Return the error of a call over communicators that are closed: at first the error that closed them."""
+        if not self._has_raised:  # here, so far
+            self._has_raised = True
+            return remade(*self._words)
         what, way = ("mesh", "make a new Mesh on every rank") if self.is_mesh else ("communicator", "take comm.Dup()")
         kind = CollectiveTimeout if isinstance(self.closed, CollectiveTimeout) else CollectiveError
         error = f"{type(self.closed).__name__}: {self.closed}"
         steps = ", or make each step in a block `with mesh.attempt():`" * self.is_mesh
         return kind(f"this {what} is closed since an error, and not usable any more: {error}. To go on, {way}{steps}")
+
+    def refuse(self) -> None:
+        """Raise at the beginning of a call, unless it comes before that of the error: the others have made it."""
+        if self._closed_in <= self.number + 1:
+            raise self.refusal()
 
     def meet(self, operation: str) -> None:
         """Before a collective, wait until all ranks have raised in the calls in which this one has, if in any.
@@ -154,7 +171,7 @@ class Peers:
             self._look_for_the_end({channel: channel.position + 1 for channel in self.channels.values()}, operation)
             self.look_for_blocks()
             self._wait(operation, start, [rank for rank in self._others() if len(self._errors.get(rank, [])) < count])
-        if self.closed is not None:
+        if self.closed is not None and self._closed_in <= self._place + (not self.is_mesh):
             raise self.refusal()
 
     def look(self, channel: Any, operation: str) -> None:
@@ -166,8 +183,11 @@ class Peers:
                 is_missed = positions.get(channel.number, channel.position) < channel.position
                 if (is_earlier or is_missed) and number not in self.own:
                     raise self.revoke(self._remade(names, text, rank))
-        if self.closed is not None:
-            raise remade(*self._words)
+        # In an earlier call than that of the error all have begun this collective, unless this rank has left out calls.
+        if self.closed is not None and (
+            self._closed_in <= self._place or self._closed_at.get(channel.number, channel.position) < channel.position
+        ):
+            raise self.refusal()
         for rank, report in ((rank, report) for reports in self.reports.values() for rank, report in reports.items()):
             if report["channels"].get(channel.number, [channel.position])[0] < channel.position:
                 self.look_for_blocks()
@@ -231,6 +251,7 @@ class Peers:
         self._errors.clear()
         self._waiting.clear()
         self._left.clear()
+        self._closed_at.clear()
         self.reports.clear()
         self._epoch += 1
         self.restart()
@@ -365,7 +386,9 @@ class Peers:
                 number, positions, *error = content
                 self._errors.setdefault(rank, []).append([number, dict(positions), *error])
             elif what == "revoked":
-                number, names, text = content
+                number, positions, names, text = content
+                for channel, position in positions:
+                    self._closed_at[channel] = min(position, self._closed_at.get(channel, position))
                 self._close(self._remade(names, text, rank), number)
             elif what == "left":
                 self._left.add(rank)

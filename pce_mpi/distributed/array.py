@@ -46,7 +46,7 @@ def operators(name: str) -> tuple[Callable[[X, Any], X], Callable[[X, Any], X]]:
             if peers.operation:
                 return OPERATIONS[name](*operands)
             if peers.closed is not None:
-                raise peers.refusal()
+                peers.refuse()
             try:
                 peers.operation = name
                 peers.number += 1
