@@ -15,7 +15,7 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 25_200,
+    "package, Python": 25_210,
     "package, C++ and CUDA": 5_409,
     "package, lines of docstrings": 8_750,
     "package, files of Python": 194,
