@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, ValuesView
 from functools import wraps
 from inspect import isfunction
 from itertools import islice
@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Kind = TypeVar("Kind", bound=type)
 
 _NOBODY = Peers(None)
-# Those of the last call: of one whose arguments name no mesh, as where one is wrong.
+# Those of the last call: they hear an error of a call whose arguments name no mesh, as where one is wrong.
 _last = _NOBODY
 
 
@@ -27,7 +27,7 @@ def peers_in(values: Iterable[Any], depth: int = 0) -> Iterator[Peers]:
     """Yield the ranks of each mesh that arguments name: of distributed arrays, meshes and optimizers, also in lists."""
     lists = []
     for value in islice(values, _MOST_VALUES):
-        if isinstance(value, tuple | list | dict):
+        if isinstance(value, tuple | list | dict | ValuesView):
             lists.append(value)
         elif isinstance(peers := getattr(value, "_peers", None), Peers):
             yield peers
@@ -50,8 +50,7 @@ def public(function: Function, *, reads: bool = False, has_meshes: bool = False,
         global _last
         peers = getattr(arguments[0], "_peers", None) if arguments else None
         if type(peers) is not Peers:
-            last = _last if finds_mesh and _last.closed is None and _last.name in _last.channels else _NOBODY
-            peers = next(peers_in((*arguments, *options.values())), last)
+            peers = next(peers_in((*arguments, *options.values())), _NOBODY)
         if peers.operation:  # the call that this one is a part of is counted, and tells
             return function(*arguments, **options)
         if peers.closed is not None:
@@ -73,7 +72,11 @@ def public(function: Function, *, reads: bool = False, has_meshes: bool = False,
         except BaseException as error:
             peers.operation = ""
             install()
-            tell_peers(error, [peers, *peers_in((*arguments, *options.values()))])
+            hears_of_it = peers
+            if peers is _NOBODY and finds_mesh and _last.closed is None and _last.name in _last.channels:
+                hears_of_it = _last
+                _last.number += 1
+            tell_peers(error, [hears_of_it, *peers_in((*arguments, *options.values()))])
             raise
         finally:
             peers.operation = ""
