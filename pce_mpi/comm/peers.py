@@ -86,6 +86,7 @@ class Peers:
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks an error that leaves a call on this rank, and that they may not raise themselves."""
         if self.size == 1 or self.closed is not None:
+            self._has_raised = True
             return
         # A collective that was left never ends, so that no rank can go on.
         if isinstance(error, CollectiveTimeout) or any(channel.broken for channel in self.channels.values()):
