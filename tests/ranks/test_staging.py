@@ -9,7 +9,7 @@ import pytest
 
 from pce_mpi import CollectiveTimeout
 from pce_mpi.cli.info import gpu_of, take_gpu_of_rank
-from pce_mpi.comm import collectives
+from pce_mpi.comm import collectives, communicators
 from pce_mpi.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from pce_mpi.comm.communicators import channel_of
 from pce_mpi.comm.library import gpu_aware
@@ -198,6 +198,7 @@ class Silent:
 def test_timed_out_memory_is_not_used_again(stand_in, monkeypatch):
     monkeypatch.setenv("PCE_MPI_TIMEOUT", "0.01")
     monkeypatch.setenv("PCE_MPI_GPU_AWARE", "0")
+    monkeypatch.setattr(communicators, "_abandoned", [])  # nothing here would ever end it
     comm, silent = MPI.COMM_SELF.Dup(), Silent()
     opened = channel_of(comm, "a test")
     monkeypatch.setattr(opened, "comm", silent)
