@@ -71,6 +71,7 @@ class Channel:
         self.peers: Peers | None = None
         self.over = "comm"
         self.position = 0
+        self.started: dict[int, Left] = {}
         self.asked = -1, 0.0  # the collective in which the others were asked who waits, and after how many seconds
         self.noticed: set[str] = set()  # the operations of which a line was written
         self._tag = tag
@@ -111,7 +112,8 @@ class Channel:
             record(why, collective, Purpose.PAYLOAD, ranks=self.size, bytes=size)
         request = start(*arguments)
         self.position += 1
-        return Pending(self, request, why.operation, start.__name__, arguments)
+        self.started[self.position] = Left(self.number, self.position, request, start.__name__, arguments, self.comm)
+        return Pending(self, why.operation)
 
     def wait(
         self,
@@ -155,8 +157,19 @@ class Channel:
         _abandoned.append(collective)
         self.broken = self.broken or why
 
+    def leave(self, position: int) -> None:
+        """Give up the collective that was started at `position`, unless somebody has waited for it."""
+        call = self.started.pop(position, None)
+        if call is not None:
+            self.abandon(call, f"{call.name} was left waiting")
+
     def left(self) -> list[Left]:
-        """Return the collectives that this rank has left, in order."""
+        """Return the collectives that this rank has left, in order; those that it has started, too.
+
+        After an error a traceback may hold these for long.
+        """
+        for position in [*self.started]:
+            self.leave(position)
         return sorted((each for each in _abandoned if each.number == self.number), key=lambda each: each.position)
 
     def restore(self, position: int) -> None:
@@ -238,23 +251,20 @@ class Left(NamedTuple):
 class Pending:
     """A collective that was started; if it is dropped before its end, its communicator is given up."""
 
-    def __init__(
-        self, channel: Channel, request: MPI.Request, operation: str, name: str, arguments: tuple[Any, ...]
-    ) -> None:
-        self._channel, self._operation = channel, operation
-        self._call: Left | None = Left(channel.number, channel.position, request, name, arguments, channel.comm)
+    def __init__(self, channel: Channel, operation: str) -> None:
+        self._channel, self._operation, self._position = channel, operation, channel.position
 
     def wait(self) -> None:
         """Return when the collective is complete, or raise `CollectiveTimeout`."""
-        assert self._call is not None
-        call, self._call = self._call, None
+        call = self._channel.started.pop(self._position, None)
+        if call is None:
+            raise CollectiveTimeout(f"{self._operation} was given up by a block of attempt() that failed meanwhile")
         self._channel.wait(
             call.request, self._operation, Purpose.PAYLOAD, call.name, call.arguments, position=call.position
         )
 
     def __del__(self) -> None:
-        if self._call is not None:
-            self._channel.abandon(self._call, f"{self._operation} was left waiting")
+        self._channel.leave(self._position)
 
 
 #: requests that nobody waits for any more, with the memory that MPI may still read and write

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import gc
 import os
 import random
 import time
@@ -15,6 +16,8 @@ import pytest
 import pce_mpi
 from pce_mpi import Partial, Replicate
 from pce_mpi.comm import communicators
+from pce_mpi.comm.collectives import all_reduce, start_all_reduce
+from pce_mpi.comm.tracing import cause
 from pce_mpi.jobs.patience import slowdown
 
 pce: Any = pce_mpi  # wrong arguments are the subject of these tests
@@ -299,6 +302,22 @@ def test_call_without_communication_tells_nobody(comm, several, impatient):
             with pytest.raises((TypeError, ValueError)):
                 call()
         assert x.sum().item() == 15.0
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_started_sum_does_not_outlive_its_block(comm, several, impatient):
+    mesh = pce.Mesh(comm, data=comm.size)
+    for step in range(2 * comm.size):
+        with pytest.raises(KeyError) as caught, mesh.attempt(), cause("test"):
+            finish = start_all_reduce(np.ones(3), mesh.comm("data"), "sum")
+            if comm.rank == step % comm.size:
+                raise KeyError(step)
+            finish()
+            start_all_reduce(np.ones(3), mesh.comm("data"), "sum")()
+        del caught, finish  # with the collective that this rank has not waited for
+        gc.collect()
+        with cause("test"):
+            np.testing.assert_array_equal(all_reduce(np.ones(3), mesh.comm("data"), "sum"), [comm.size] * 3)
 
 
 @pytest.mark.ranks(2, 3)
