@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import faulthandler
 import json
 import os
+from os import O_APPEND, O_CREAT, O_WRONLY, close, getpid
 from pathlib import Path
 import signal
 import sys
@@ -21,20 +22,28 @@ from pce_mpi.jobs.mpiexec import memory_shared_by
 
 _NAME = "rank-{rank}.jsonl"
 
+# As they are at import: what a rank runs may patch the modules that have them, and its events are still written.
+_open, _write, _exit, _json = os.open, os.write, os._exit, json.JSONEncoder(default=str).encode
+
 
 class Journal:
     """Writes the events of one rank, each before `write` returns."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path, self._process = _path(folder, rank), os.getpid()
+        self._path, self._process = str(_path(folder, rank)), getpid()
 
     def write(self, event: str, **what: Any) -> None:
-        """Append `event` and its fields."""
-        if os.getpid() != self._process:  # the rank has forked, and its child goes on as if it were the rank
-            os._exit(1)
+        """Append `event` and its fields, as a whole; `OSError` if that cannot be, as on a full disk."""
+        if getpid() != self._process:  # the rank has forked, and its child goes on as if it were the rank
+            _exit(1)
+        line = (_json({"event": event, **what}) + "\n").encode()
         # Opened each time: what the rank runs may close descriptors that are not its own.
-        with open(self._path, "ab", buffering=0) as file:
-            file.write((json.dumps({"event": event, **what}) + "\n").encode())
+        file = _open(self._path, O_WRONLY | O_APPEND | O_CREAT, 0o600)
+        try:
+            while line:
+                line = line[_write(file, line) :]
+        finally:
+            close(file)
 
 
 def begin(folder: Path, rank: int) -> Journal:

@@ -1,7 +1,7 @@
 """Limits on time that mean the same on a busy machine: they count the seconds of one that has nothing else to do."""
 
 from collections.abc import Callable
-import os
+from os import getloadavg
 import time
 
 from pce_mpi.jobs.mpiexec import number_of_cores
@@ -13,19 +13,22 @@ def slowdown(more: int = 0) -> float:
     So many `more` processes are about to start, which no load shows yet. It is at most 50: the load of a host with many
     more cores than this process may use says too much.
     """
-    return min(max(1.0, (os.getloadavg()[0] + more) / number_of_cores()), 50.0)
+    return min(max(1.0, (getloadavg()[0] + more) / number_of_cores()), 50.0)
 
 
 class Patience:
     """So many seconds; on a busy machine they pass as slowly as everything else."""
 
+    # As it is at import: what is timed may patch the clock, in every module that has it.
+    _now = staticmethod(time.monotonic)
+
     def __init__(self, seconds: float) -> None:
         self.left = seconds
-        self.looked = time.monotonic()
+        self.looked = self._now()
 
     def is_over(self) -> bool:
         """Return whether they have passed; the caller asks again and again."""
-        now = time.monotonic()
+        now = self._now()
         self.left -= (now - self.looked) / slowdown()
         self.looked = now
         return self.left < 0

@@ -6,6 +6,7 @@ To other plugins of pytest the reports that come from the ranks are its own, as 
 from collections.abc import Iterable
 from contextlib import suppress
 import os
+import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import warnings
 
 import pytest
 
-from pce_mpi.comm.errors import ranks_text
+from pce_mpi.comm.errors import ranks_text, text_by_rank
 from pce_mpi.jobs.job import Job
 from pce_mpi.jobs.mpiexec import LaunchError, mpiexec
 from pce_mpi.jobs.patience import Patience
@@ -31,6 +32,9 @@ _END, _EXIT = 10.0, 1.0
 
 _POLL = 0.01
 
+# After so many seconds without an end of a phase, of an idle machine, a line says what is waited for.
+_NOTICE = 60.0
+
 
 class Controller:
     """The plugin of the session that the user has started."""
@@ -39,6 +43,7 @@ class Controller:
         self._config, self._limit = config, limit
         self._terminal = terminal if getattr(config.option, "usepdb", False) else ""
         self._sizes, self._why_not = sizes, ""
+        self._tests = 0  # that the ranks have found, at all sizes so far
         if max(sizes) > 1:
             try:
                 mpiexec()
@@ -60,6 +65,7 @@ class Controller:
         """Run the tests on each number of ranks."""
         failures = self._config.pluginmanager.get_plugin("lfplugin")
         known = {at_size(str(test))[1] for test in failures.lastfailed} if failures and failures.active else set()
+        self._sessions = [size for size in self._sizes if size in known] or self._sizes
         of_sizes = {size: self._arguments(size) for size in self._sizes}
         if not any(of_sizes.values()):
             sizes = ",".join(map(str, self._sizes))
@@ -68,9 +74,13 @@ class Controller:
             plugin: Any = self._config.pluginmanager.get_plugin("_cov")
             coverage = plugin.cov_controller.cov
             coverage._warn_no_data = coverage._warn_unimported_source = False
-        for size in [size for size in self._sizes if size in known] or self._sizes:
-            if arguments := of_sizes[size]:
-                self._run(session, size, arguments)
+        self._sessions = [size for size in self._sessions if of_sizes[size]]
+        before = signal.signal(signal.SIGTERM, _stop)  # which would end this process without its summary
+        try:
+            for index, size in enumerate(self._sessions):
+                self._run(session, size, of_sizes[size], len(self._sessions) - index - 1)
+        finally:
+            signal.signal(signal.SIGTERM, before)
         return True
 
     def _arguments(self, size: int) -> list[str]:
@@ -97,20 +107,37 @@ class Controller:
             "-Wignore:Module already imported:pytest.PytestAssertRewriteWarning",
         ]
 
-    def _run(self, session: pytest.Session, size: int, arguments: list[str]) -> None:
+    def _workerinput(self) -> dict[str, Any]:
+        """Return what plugins tell workers of pytest-xdist, if that is installed, as far as JSON has it."""
+        manager, node = self._config.pluginmanager, SimpleNamespace(config=self._config, workerinput={})
+        if hasattr(manager.hook, "pytest_configure_node"):
+            coverage = manager.get_plugin("_cov")  # which has told all that a rank needs
+            manager.subset_hook_caller("pytest_configure_node", [coverage])(node=node)
+        return {name: value for name, value in node.workerinput.items() if isinstance(value, str | int | float)}
+
+    def _run(self, session: pytest.Session, size: int, arguments: list[str], following: int) -> None:
         # Plain `pytest` leaves the folder that it is started in off the path, `python -m pytest` does not.
         isolated = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
         remaining: list[str] | None = None
         for left_behind in range(1, _MOST_SESSIONS + 1):
             most = self._config.option.maxfail  # the ranks stop by themselves, and end what fixtures have begun
             left = [f"--maxfail={most - session.testsfailed}"] if most else []
-            orders = Orders([*arguments, *left], self._sizes, self._why_not, remaining, self._limit, self._terminal)
+            orders = Orders(
+                [*arguments, *left],
+                self._sizes,
+                self._why_not,
+                remaining,
+                self._limit,
+                self._terminal,
+                self._workerinput(),
+            )
             try:
                 with Job(size, [*isolated, "-m", "pce_mpi.testing.rank"], orders.write, alone=size == 1) as job:
-                    course = _Course(session, job, orders)
+                    course = _Course(session, job, orders, self._tests, following)
                     course.follow()
             except LaunchError as error:
                 raise pytest.UsageError(str(error)) from None
+            self._tests += course.tests
             if left_behind == _MOST_SESSIONS:
                 course.leave_out(f"{_MOST_SESSIONS} tests have ended their session")
             if session.shouldfail:
@@ -121,15 +148,25 @@ class Controller:
                 return
 
 
-class _Course:
-    """One job of ranks, from its first event to its end."""
+def _stop(number: int, _: object) -> None:
+    raise pytest.Session.Interrupted(signal.Signals(number).name)
 
-    def __init__(self, session: pytest.Session, job: Job, orders: Orders) -> None:
+
+class _Course:
+    """One job of ranks, from its first event to its end.
+
+    There were tests `before`, and numbers of ranks are `following` that have about as many as this one.
+    """
+
+    def __init__(self, session: pytest.Session, job: Job, orders: Orders, before: int, following: int) -> None:
         self._session, self._job, self._orders = session, job, orders
         self._config, self._hook = session.config, session.config.hook
         self.waiting = orders.remaining or []  # tests that have not begun
         self._goes_on = orders.remaining is not None  # after a session that a test has ended
         self._test, self._is_running = "", False
+        self._outcomes: dict[str, str] = {}  # of the phases of the test that runs
+        self._before, self._following, self._failed_before = before, following, session.testsfailed
+        self.tests = 0
         self._locations: dict[str, Any] = {}
         self._over: dict[int, int] = {}  # how the session of each rank has ended
         self._exits: dict[int, dict[str, Any]] = {}
@@ -147,14 +184,18 @@ class _Course:
             self._show_output(last=True)
 
     def _follow(self) -> None:
-        patience = Patience(max(self._orders.limit, STARTUP))
+        patience, notice = Patience(max(self._orders.limit, STARTUP)), Patience(_NOTICE)
         while not patience.is_over() or self._orders.terminal:
             # Before reading the events, so that these include everything before the end.
             ended = bool(self._job.ends()) or self._job.status is not None
             for rank, event in self._job.news():
                 self._take_in(rank, event)
                 patience = Patience(max(self._orders.limit, 0 if self._has_collected else STARTUP))
+                notice = Patience(_NOTICE)
             self._show_output()
+            if notice.is_over():
+                self._say_what_is_waited_for(patience)
+                notice = Patience(patience.left)
             if self._left or self._exits:
                 return self._end_of_some()
             if len(self._over) == self._job.ranks:
@@ -176,10 +217,12 @@ class _Course:
                 self._has_collected = True
                 self.leave_out("is not found any more", gone)
                 if not self._goes_on:
-                    self._session.testscollected += len(tests)
+                    # With those of the sessions to come, so that percentages do not begin anew with each.
+                    self.tests = len(tests)
+                    self._session.testscollected = self._before + self.tests * (1 + self._following)
                 terminal = self._config.pluginmanager.get_plugin("terminalreporter")
                 if terminal is not None and not self._goes_on:
-                    terminal._numcollected += len(tests)  # the reports of files, which it counts, do not come here
+                    terminal._numcollected = self._session.testscollected  # reports of files do not come here
                     terminal.pytest_deselected([SimpleNamespace(nodeid="")] * deselected)
                 if self._config.option.collectonly:
                     print(*map(self._name, tests), sep="\n")
@@ -190,14 +233,20 @@ class _Course:
                 self._hook.pytest_collectreport(report=self._report(report))
             case {"event": "started", "test": test, "location": location}:
                 self._test, self._is_running, self._when = test, True, "setup"
+                self._outcomes.clear()
                 self._locations[test] = (*location[:2], self._name(location[2]))
-                self.waiting.remove(test)
+                if test in self.waiting:  # a plugin may begin it once more
+                    self.waiting.remove(test)
                 self._hook.pytest_runtest_logstart(nodeid=self._name(test), location=self._locations[test])
             case {"event": "reported", "report": report}:
-                self._when = {"setup": "call"}.get(report["when"], "teardown")
+                if report.get("$report_type") == "TestReport":  # not of a subtest
+                    self._when = {"setup": "call"}.get(report["when"], "teardown")
+                    self._outcomes[report["when"]] = report["outcome"]
                 self._hook.pytest_runtest_logreport(report=self._report(report))
             case {"event": "finished", "test": test}:
                 self._is_running = False
+                if phases := self._phases_without_report():
+                    self._fail(test, [[f"no report has come of its {' and '.join(phases)}", "", ""]])
                 self._hook.pytest_runtest_logfinish(nodeid=self._name(test), location=self._locations[test])
             case {"event": "warning", "when": when} if (
                 event in self._warnings or (self._goes_on and when != "runtest")  # the session before has told it
@@ -214,8 +263,25 @@ class _Course:
                 self._exits[rank] = event
             case {"event": "left"}:
                 self._left.append((rank, event))
+            case {"event": "damaged"}:
+                text = "What it has reported is lost in part: a disk may be full, or a test has written to its file."
+                self._left.append((rank, {"how": "has written what is no event", "text": text, "report": None}))
             case {"event": "ended", "status": status}:
                 self._over[rank] = status
+
+    def _phases_without_report(self) -> list[str]:
+        """Return the phases of the test that has finished of which no report of all ranks has come."""
+        expected = ["setup", "teardown"]
+        if self._outcomes.get("setup") == "passed" and not getattr(self._config.option, "setuponly", False):
+            expected.insert(1, "call")
+        return [phase for phase in expected if phase not in self._outcomes]
+
+    def _say_what_is_waited_for(self, patience: Patience) -> None:
+        what = f"in {self._name(self._test)}" if self._is_running else "in the collection of tests"
+        waits = f"nothing has ended {what} for {_NOTICE:g} s; the wait ends in {patience.left:.0f} s (--ranks-timeout)"
+        if (terminal := self._config.pluginmanager.get_plugin("terminalreporter")) is not None:
+            terminal.ensure_newline()
+            terminal.write_line(waits)
 
     def _name(self, test: str) -> str:
         return with_size(test, self._job.ranks)
@@ -239,6 +305,17 @@ class _Course:
         statuses = set(self._over.values())
         if statuses & {pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR}:
             return self._fault("pytest could not run")
+        has_failed = self._session.testsfailed > self._failed_before
+        worse = {
+            rank: f"status {status}"
+            for rank, status in self._over.items()
+            if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+            and not (has_failed and status == pytest.ExitCode.TESTS_FAILED)
+        }
+        if worse:
+            self._fault(f"no test has failed so, but sessions have ended with {text_by_rank(worse, 'comm')}")
+        if not (has_failed and self._session.shouldfail):
+            self.leave_out("the ranks have ended their session without it")
         self.waiting, patience = [], Patience(_END)
         while self._job.status is None and not patience.is_over():
             time.sleep(_POLL)
@@ -315,7 +392,7 @@ class _Course:
 
     def _show_output(self, last: bool = False) -> None:
         """With -s, show what the ranks print, as they print it."""
-        if self._config.option.capture != "no":
+        if getattr(self._config.option, "capture", "no") != "no":
             return
         for rank in range(self._job.ranks):
             path = self._job.folder / f"output-{rank}"

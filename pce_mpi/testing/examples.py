@@ -121,6 +121,8 @@ def keep_in_step(items: Iterable[pytest.Item], session: Any) -> None:
 
     settings.register_profile("ranks", sure(settings()))  # for functions within a test
     settings.load_profile("ranks")
+    if "hypothesis.stateful" in sys.modules:
+        _keep_machines_in_step(sure, session.comm)
     for item in items:
         test: Any = getattr(item, "function", None)
         handle = getattr(test, "hypothesis", None)
@@ -131,11 +133,40 @@ def keep_in_step(items: Iterable[pytest.Item], session: Any) -> None:
         test._hypothesis_internal_use_settings = sure(test._hypothesis_internal_use_settings)
 
 
-def _stepping(test: Callable[..., Any], comm: MPI.Intracomm) -> Callable[..., Any]:
+def _keep_machines_in_step(sure: Callable[[Any], Any], comm: MPI.Intracomm | None) -> None:
+    """Have state machines, whose tests are made as they run, draw the same; a step that fails somewhere fails on all.
+
+    A rank that went on alone would draw more.
+    """
+    from hypothesis import stateful as module
+
+    stateful: Any = module
+    make, state_of = stateful.get_state_machine_test, stateful.RuleBasedStateMachine.setup_state.__func__
+    if hasattr(make, "is_in_step"):
+        return
+
+    @wraps(make)
+    def in_step_on_ranks(factory: Any, *, settings: Any = None, **options: Any) -> Any:
+        return make(factory, settings=sure(settings or factory.TestCase.settings), **options)
+
+    def with_steps_on_all_ranks(machine: type) -> Any:
+        state = state_of(machine)
+        for step in (*state.rules, *state.initializers, *state.invariants):
+            if not hasattr(step.function, "is_in_step"):
+                object.__setattr__(step, "function", _stepping(step.function, comm))
+        return state
+
+    vars(in_step_on_ranks)["is_in_step"] = True
+    stateful.get_state_machine_test = in_step_on_ranks
+    if comm:
+        stateful.RuleBasedStateMachine.setup_state = classmethod(with_steps_on_all_ranks)
+
+
+def _stepping(test: Callable[..., Any], comm: Any) -> Callable[..., Any]:
     @wraps(test)
-    def example(*arguments: Any, **options: Any) -> None:
+    def example(*arguments: Any, **options: Any) -> Any:
         with in_step(comm):
-            test(*arguments, **options)
+            return test(*arguments, **options)
 
     vars(example)["is_in_step"] = True
     return example

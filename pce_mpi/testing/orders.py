@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 import json
 from pathlib import Path
+from typing import Any
 
 # The name of the plugin that is a rank's part of a session.
 NAME = "pce_mpi-ranks"
@@ -23,6 +24,7 @@ class Orders:
     remaining   tests that sessions before this one, which a test has ended, have not begun; None for all
     limit       seconds of `Patience` that a phase of a test may take
     terminal    the terminal for --pdb
+    workerinput what plugins tell workers of pytest-xdist, for which they take the ranks
     """
 
     arguments: list[str]
@@ -31,6 +33,7 @@ class Orders:
     remaining: list[str] | None = None
     limit: float = 300.0
     terminal: str = ""
+    workerinput: dict[str, Any] = field(default_factory=dict)
 
     _NAME = "session.json"
 

@@ -1,20 +1,25 @@
 """pytest in every rank of a job, as one session: a plugin for the pytest of each rank.
 
 Every rank runs the same tests in the same order. After each phase of a test (setup, call, teardown) the ranks tell each
-other how it ended and go on with one report, so that `-x`, skips and the summary are in step. A rank that can not tell
-its own, as others wait for it in a collective, ends the job.
+other which phase it was and how it ended, and go on with one report, so that `-x`, skips and the summary are in step. A
+rank that can not tell its own, as others wait for it in a collective, ends the job; so do ranks in different phases.
+What the test itself does cannot come between: the communicator is the session's own, subtests are parts of a phase, a
+process that the test has forked ends here, and functions that a test may patch are kept as they are at import.
 """
 
 from __future__ import annotations
 
+import atexit
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 import faulthandler
 import fcntl
 import io
+from itertools import compress
 import json
 import os
+from os import getpid
 from pathlib import Path
 import shutil
 import socket
@@ -25,11 +30,12 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, TextIO
 import warnings
+from zlib import crc32
 
 import pytest
 
 from pce_mpi.comm.communicators import channel_of
-from pce_mpi.comm.errors import ranks_text
+from pce_mpi.comm.errors import ranks_text, text_by_rank
 from pce_mpi.comm.library import mpi
 from pce_mpi.comm.peers import all_peers
 from pce_mpi.comm.restoring import report_of, restore
@@ -50,6 +56,15 @@ _GRACE = 5.0
 
 # Seconds between two looks at a phase, and in which all ranks tell their stacks before the first one ends the job.
 _TICK, _TOLD = 0.2, 2.0
+
+# No outcome of pytest's: one that failed would count, and stop a session with -x, on its rank alone.
+_FAILED_SUBTEST = "subtests failed"
+
+_PHASES = ("setup", "call", "teardown")
+
+# As they are at import: a test may patch the modules that have them, and its verdict is still told.
+_naps, _exit, _print = (time.sleep,), os._exit, os.write
+_encoded, _decoded = json.JSONEncoder(default=str).encode, json.JSONDecoder().decode
 
 # Captured output of a phase beyond so many characters loses its middle.
 _MOST_OUTPUT = 100_000
@@ -76,6 +91,12 @@ class RankSession:
         self._phase = "the collection of tests"  # that runs; "" once no more is watched
         self._peers: Any = None
         self._block = 0  # of the phase that runs
+        self._is_in_phase = False
+        self._failed_subtests: list[str] = []  # of this phase
+        self._items: list[pytest.Item] = []
+        self._places: dict[pytest.Item, int] = {}
+        self._process = getpid()
+        self._verdicts = _Verdicts(self._decide)
         self._quiet = _Quiet()
         # The folder of `rank_tmp_path`, which rank 0 makes and tells the others of.
         self.shared = Path(tempfile.mkdtemp(prefix="pytest-ranks-", dir=folder) if self.rank == 0 else "")
@@ -88,6 +109,7 @@ class RankSession:
             given = {"workerid": f"rank {self.rank}", "workercount": self.size, "cov_master_rsync_roots": []}
             given |= {"cov_master_host": socket.gethostname(), "cov_master_topdir": os.getcwd()}
             given["randomly_seed"] = getattr(config.known_args_namespace, "randomly_seed", None)
+            given |= self.orders.workerinput
             vars(config).update(workerinput=given, workeroutput={})
 
     def own_folder(self, basetemp: str) -> str:
@@ -119,7 +141,7 @@ class RankSession:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        select(config, items, self.size, self.orders.sizes, self.orders.missing)
+        select(items, self.size, self.orders.sizes, self.orders.missing)
         keep_in_step(items, self)
 
     def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
@@ -146,17 +168,18 @@ class RankSession:
         if self.orders.remaining is not None:
             left = Counter(self.orders.remaining)
             for index in reversed(range(len(session.items))):  # of duplicates the last ones remain
-                test = session.items[index].nodeid
+                test = self._names[index]
                 left[test] -= 1
                 if left[test] < 0:
-                    del session.items[index]
-        tests = [item.nodeid for item in session.items]
-        session.testscollected = len(tests)
+                    del session.items[index], self._names[index]
+        self._items = [*session.items]
+        self._places = {item: len(_PHASES) * index for index, item in enumerate(session.items)}
+        session.testscollected = len(self._items)
         if self.comm:
             # From now on, an error on one rank is told to those that wait for it.
             self._peers = channel_of(mpi().COMM_WORLD, "pytest").peers
             self.shared = self.comm.bcast(self.shared if self.rank == 0 else None)
-        self._report("collected", tests=tests, deselected=self._deselected)
+        self._report("collected", tests=self._names, deselected=self._deselected)
         return result
 
     def _agree_on_collection(self, session: pytest.Session, stopped: bool = False) -> None:
@@ -164,7 +187,8 @@ class RankSession:
         if self.comm:
             exchange(self.comm, True, 0, self.waiting("collection"))
             of_ranks = self.comm.allgather(of_ranks[0])
-        reports, tests, stops = zip(*of_ranks, strict=True)
+        reports, own_names, stops = zip(*of_ranks, strict=True)
+        tests = _in_names_of_first_rank(own_names)
         everywhere = set(tests[0]).intersection(*tests)
         different = set() if any(stops) else set().union(*tests) - everywhere  # one that has stopped has found no more
         faulty = dict.fromkeys(_file(each) for each in sorted(different))
@@ -183,9 +207,10 @@ class RankSession:
             if self._collected.get(name, {}).get("outcome") != "failed":
                 self.config.hook.pytest_collectreport(report=report)
             self._report("collect", report=self._data(report))
-        kept = [item for item in session.items if item.nodeid in everywhere and _file(item.nodeid) not in faulty]
-        session.items[:] = kept
-        orders = self.comm.allgather([item.nodeid for item in kept]) if self.comm else []
+        kept = [name in everywhere and _file(name) not in faulty for name in tests[self.rank]]
+        session.items[:] = compress(session.items, kept)
+        self._names = [*compress(tests[self.rank], kept)]
+        orders = self.comm.allgather(self._names) if self.comm else []
         differing = [rank for rank, order in enumerate(orders) if order != orders[0]]
         if differing:
             raise session.Interrupted(f"{ranks_text(differing)} found the tests in another order than rank 0")
@@ -194,14 +219,46 @@ class RankSession:
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         self._phase = nodeid
-        self._begin_phase()
         self._report("started", test=nodeid, location=location)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[Any]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._verdicts.stay_outermost(item.config)
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Generator[None, None, None]:
+        with self._in_phase():
+            yield
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None, None, None]:
+        with self._in_phase():
+            yield
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self) -> Generator[None, None, None]:
+        with self._in_phase():
+            yield
+
+    @contextmanager
+    def _in_phase(self) -> Iterator[None]:
+        self._begin_phase()
+        self._is_in_phase, self._failed_subtests = True, []
+        try:
+            yield
+        finally:
+            self._is_in_phase = False
+
+    def _decide(self, item: pytest.Item, call: pytest.CallInfo[Any], report: pytest.TestReport) -> pytest.TestReport:
+        """Return the report of all ranks on a phase, from that of this rank."""
+        if getpid() != self._process:
+            _print(2, f"a process that {item.nodeid} has forked returns from it as if it were the rank\n".encode())
+            _exit(1)
+        if self._is_in_phase:
+            return self._subtest(report)
+        if self._failed_subtests and report.passed:
+            report.outcome, report.longrepr = "failed", "\n".join(self._failed_subtests)
         self._phase = f"{item.nodeid}, after its {report.when}"
         report.sections = [(title, bounded(text, _MOST_OUTPUT)) for title, text in report.sections]
         if call.excinfo is not None and not call.excinfo.errisinstance((pytest.skip.Exception, KeyboardInterrupt)):
@@ -217,20 +274,36 @@ class RankSession:
         text = "" if report.passed else report.longreprtext or report.outcome
         waiting = self.waiting(f"{item.nodeid} ({report.when})", text, report.outcome, report)
         has_errors = any(peers.has_errors for peers in all_peers())
-        passed, errors = exchange(self.comm, report.passed, has_errors, waiting)
+        place = self._places.get(item, crc32(item.nodeid.encode())) + _PHASES.index(report.when)
+        passed, errors, places = exchange(self.comm, report.passed, has_errors, waiting, place)
+        if len({*places}) > 1:
+            where = {rank: self._where(place) for rank, place in enumerate(places)}
+            how = "is in another phase than other ranks, as where it alone has run a test again"
+            self._leave("pytest", how, f"{text_by_rank(where, 'comm')}\n{text}", report)
         if not passed:
             reports = self.comm.allgather(self._data(report))
             if {each["outcome"] for each in reports} != {"skipped"}:
                 self._merge(report, reports)
         self._end_phase(settle=not passed or errors > 0)
-        if report.when != "teardown":
-            self._begin_phase()
+        return report
+
+    def _where(self, place: int) -> str:
+        index, phase = divmod(place, len(_PHASES))
+        item = self._items[index].nodeid if 0 <= index < len(self._items) else "another test"
+        return "at the end of its session" if place < 0 else f"{item} ({_PHASES[phase]})"
+
+    def _subtest(self, report: pytest.TestReport) -> pytest.TestReport:
+        """Note a subtest, of which ranks may have different ones: one that has failed fails its test, on all ranks."""
+        if report.failed:
+            self._failed_subtests.append(report.longreprtext)
+            vars(report)["outcome"] = _FAILED_SUBTEST
         return report
 
     # A phase is as a block of `Mesh.attempt`: no rank hears in the next one of an error of this one.
 
     def _begin_phase(self) -> None:
-        self._block = self._peers.begin() if self._peers else 0
+        if self._peers and not self._block:
+            self._block = self._peers.begin()
 
     def _end_phase(self, settle: bool) -> None:
         block, self._block = self._block, 0
@@ -256,6 +329,8 @@ class RankSession:
         vars(report).pop("wasxfail", None)  # a failure that was expected on some ranks only is a failure
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome == _FAILED_SUBTEST and hasattr(report, "_sub_test_description"):
+            self._failed_subtests[-1] = f"subtest {report._sub_test_description()}\n{self._failed_subtests[-1]}"
         if self._journal and self.rank == 0:
             self._report("reported", report=self._data(report))
 
@@ -277,7 +352,7 @@ class RankSession:
         self._write("exit", text=str(excinfo.value), status=status, interrupted=interrupted)
         # Session.Interrupted comes from all ranks alike; anything else (pytest.exit) may come from this one alone.
         if self.comm and not self._journal and not interrupted:
-            exchange(self.comm, False, 0, self.waiting("the session", excinfo.exconly(), "was interrupted"))
+            exchange(self.comm, False, 0, self.waiting("the session", excinfo.exconly(), "was interrupted"), -1)
 
     def pytest_internalerror(self, excrepr: object) -> None:
         self._leave("pytest", "failed", str(excrepr))
@@ -290,13 +365,19 @@ class RankSession:
         if self.comm and not self._journal:
             self.comm.Barrier()
             self._phase = ""
+            # `python -m mpi4py` would abort the job where tests have failed, though all ranks are here.
+            atexit.register(getattr(mpi(), "_set_abort_status", int), 0)
             shutil.rmtree(self.shared, ignore_errors=True)
 
     # Journal and job.
 
     def _data(self, report: pytest.TestReport | pytest.CollectReport) -> Data:
         data: Data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        return json.loads(json.dumps(data, default=str))
+        try:
+            return _decoded(_encoded(data))
+        except (TypeError, ValueError, RecursionError):  # properties with keys or circles that JSON has not
+            data["user_properties"] = [(str(name), str(value)) for name, value in data["user_properties"]]
+            return _decoded(_encoded(data))
 
     def _write(self, event: str, **what: Any) -> None:
         if self._journal:
@@ -321,7 +402,7 @@ class RankSession:
         if self._journal:
             self._write("left", how=how, text=text, report=report and self._data(report))
             while True:  # until the job is ended
-                time.sleep(1)
+                _naps[0](1)
         elif self.comm:
             left = " here and left other ranks waiting" * bool(text)
             self._stderr.write(f"\n[rank {self.rank} of {self.size}] {where} {how}{left}\n{text}\n")
@@ -361,6 +442,26 @@ class RankSession:
             self._debugger.pytest_exception_interact(node=item, call=call, report=report)
 
 
+class _Verdicts:
+    """The plugin that makes one report of those of all ranks, when all other plugins have done with theirs."""
+
+    def __init__(self, decide: Callable[..., pytest.TestReport]) -> None:
+        self._decide = decide
+
+    def stay_outermost(self, config: pytest.Config) -> None:
+        """Be the plugin that was registered last: of wrappers that are to be first, it is the outermost."""
+        if config.hook.pytest_runtest_makereport.get_hookimpls()[-1].plugin is not self:
+            if config.pluginmanager.is_registered(self):
+                config.pluginmanager.unregister(self)
+            config.pluginmanager.register(self)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        return self._decide(item, call, (yield))
+
+
 class _Quiet(io.TextIOBase):
     """A stream that drops everything, but to standard output while it is shown."""
 
@@ -383,6 +484,35 @@ class _Quiet(io.TextIOBase):
 
 def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
+
+
+def _in_names_of_first_rank(names_of_ranks: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the names of each rank's tests, where those of a function differ in their parameters alone as on rank 0.
+
+    A name may have a rank or an address in it. The tests of a function are then the same in the order of the names.
+    """
+    by_function: list[dict[str, list[str]]] = []
+    for names in names_of_ranks:
+        by_function.append({})
+        for name in names:
+            by_function[-1].setdefault(_function(name), []).append(name)
+    first = by_function[0]
+    same_number = {
+        function
+        for function, names in first.items()
+        if {len(each.get(function, ())) for each in by_function} == {len(names)}
+        and any({*each[function]} != {*names} for each in by_function)
+    }
+    in_order = [{function: iter(first[function]) for function in same_number} for _ in by_function]
+    return [
+        [next(names[_function(name)], name) if _function(name) in same_number else name for name in of_rank]
+        for names, of_rank in zip(in_order, names_of_ranks, strict=True)
+    ]
+
+
+def _function(nodeid: str) -> str:
+    file, colons, names = nodeid.partition("::")
+    return f"{file}{colons}{names.partition('[')[0]}"
 
 
 def _tests_of_some(file: str, tests: Sequence[list[str]]) -> str:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import takewhile
-import os
+from os import sched_yield
 import re
-import signal
-import threading
+from signal import SIG_DFL, SIG_IGN, SIGALRM, signal
+from threading import current_thread, main_thread
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -25,42 +25,46 @@ if TYPE_CHECKING:
 # of the last rank within microseconds, one that sleeps within a millisecond: at first a rank yields.
 _YIELDS = 1_000
 _NAP = 0.0002
+_naps = (time.sleep,)  # as it is at import: a test may patch it, in every module that has it
 
 Data = dict[str, Any]  # a report, as pytest serializes it
 
 
-def exchange(comm: MPI.Comm, passed: bool, errors: int, wait: Callable[[float], None]) -> tuple[bool, int]:
-    """Return whether all ranks have passed, and the most errors of a rank; `comm` carries nothing else meanwhile.
+def exchange(
+    comm: MPI.Comm, passed: bool, errors: int, wait: Callable[[float], None], place: int = 0
+) -> tuple[bool, int, list[int]]:
+    """Return whether all ranks have passed, the most errors of a rank, and the `place` of each in its program.
 
-    `wait` is told again and again for how many seconds of `Patience` other ranks have been missing; it may end the job.
+    `comm` carries nothing else meanwhile. `wait` is told again and again for how many seconds of `Patience` other ranks
+    have been missing; it may end the job.
     """
-    mine, of_all = array("q", [passed, errors]), array("q", [0, 0] * comm.size)
+    mine, of_all = array("q", [passed, errors, place]), array("q", [0, 0, 0] * comm.size)
     arrivals = comm.Iallgather(mine, of_all)
     with _without_alarms():
         for _ in range(_YIELDS):
             if arrivals.Test():
                 break
-            os.sched_yield()
+            sched_yield()
         else:
             patience = Patience(0.0)
             while not arrivals.Test():
                 patience.is_over()
                 wait(-patience.left)
-                time.sleep(max(_NAP, min(-patience.left, 1.0) / 100))  # a hundredth of the time is not much later
-    return all(of_all[::2]), max(of_all[1::2])
+                _naps[0](max(_NAP, min(-patience.left, 1.0) / 100))  # a hundredth of the time is not much later
+    return all(of_all[::3]), max(of_all[1::3]), [*of_all[2::3]]
 
 
 @contextmanager
 def _without_alarms() -> Iterator[None]:
     """Let no alarm, such as that of pytest-timeout, fail a rank for the time of another one."""
-    if threading.current_thread() is not threading.main_thread():  # to which Python gives all signals
+    if current_thread() is not main_thread():  # to which Python gives all signals
         yield
         return
-    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    before = signal(SIGALRM, SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+        signal(SIGALRM, before or SIG_DFL)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Crash:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.lineno}: {self.message}"
+        return f"{self.path}:{self.lineno}: {self.message.partition(chr(10))[0]}"
 
 
 class RanksFailure:
@@ -83,6 +87,7 @@ class RanksFailure:
 
     def __init__(self, blocks: Sequence[Sequence[Any]], config: Any = None) -> None:
         self._blocks, crashes = [], list[Crash]()
+        self._is_one_line = config is not None and config.option.tbstyle == "line"  # which pytest writes by itself
         for heading, body, who in blocks:
             if isinstance(body, Mapping):
                 report = config.hook.pytest_report_from_serializable(config=config, data=deepcopy(body))
@@ -96,7 +101,7 @@ class RanksFailure:
 
     def toterminal(self, out: Any) -> None:
         """Write all blocks to a `TerminalWriter`."""
-        for heading, body in self._blocks:
+        for heading, body in [] if self._is_one_line else self._blocks:
             out.sep("-", heading)
             if hasattr(body, "toterminal"):
                 body.toterminal(out)

@@ -405,7 +405,7 @@ def test_launched_ranks_are_one_session(tmp_path):
         """,
     )
     options = ["--maxfail=2", "-rs", "--color=no", "--junitxml=report.xml"]
-    job = complete(job_command(3, "-m", "pytest", *options), cwd=tmp_path, env=job_environment(3))
+    job = complete(job_command(3, "-m", "pytest", "--ranks=3", *options), cwd=tmp_path, env=job_environment(3))
     assert job.returncode == 1
     assert job.stdout.count("test session starts") == 1
     assert job.stdout.count("2 failed, 1 skipped") == 1
@@ -416,7 +416,7 @@ def test_launched_ranks_are_one_session(tmp_path):
 
 def test_launched_rank_that_leaves_ends_the_job(tmp_path):
     write(tmp_path, START + "def test_it():\n    if here:\n        raise ValueError('not with me')\n    comm.Barrier()")
-    job = complete(job_command(2, "-m", "pytest"), cwd=tmp_path, env=job_environment(2))
+    job = complete(job_command(2, "-m", "pytest", "--ranks=2"), cwd=tmp_path, env=job_environment(2))
     assert job.returncode != 0
     assert "test_it (call) failed here and left other ranks waiting" in job.stderr
     assert "ValueError: not with me" in job.stderr
@@ -427,7 +427,7 @@ def test_launched_rank_that_cannot_run_ends_the_job(tmp_path, hook):
     source = f"{START}def pytest_{hook}:\n    if here:\n        raise pytest.UsageError('unwell')\n"
     (tmp_path / "conftest.py").write_text(source, encoding="utf-8")
     write(tmp_path, "def test_it(comm):\n    comm.Barrier()")
-    job = complete(job_command(2, "-m", "pytest"), cwd=tmp_path, env=job_environment(2))
+    job = complete(job_command(2, "-m", "pytest", "--ranks=2"), cwd=tmp_path, env=job_environment(2))
     assert job.returncode != 0
     assert "rank 1 of 2] pytest could not run: unwell" in job.stderr
 
@@ -435,7 +435,7 @@ def test_launched_rank_that_cannot_run_ends_the_job(tmp_path, hook):
 @pytest.mark.parametrize("hang", ["comm.recv(source=comm.rank, tag=7)", "''.join(map(str, iter(int, 1)))"])
 def test_launched_ranks_that_all_hang_are_told(tmp_path, hang):
     write(tmp_path, f"def test_it(comm):\n    {hang}")
-    command = job_command(2, "-m", "pytest", f"--ranks-timeout={SILENCE}")
+    command = job_command(2, "-m", "pytest", "--ranks=2", f"--ranks-timeout={SILENCE}")
     job = complete(command, cwd=tmp_path, env=job_environment(2), limit=100)
     assert job.returncode != 0
     assert job.stderr.count("in test_it") == 2
