@@ -401,7 +401,7 @@ def test_wrong_numbers_are_refused_in_words(tmp_path, option, words):
 
 def test_line_of_a_failure_is_one_line(tmp_path):
     write(tmp_path, START + "def test_it():\n    assert not here, 'one\\ntwo'")
-    job = run(tmp_path, "--ranks=1,2", "--tb=line", "-p", "no:capture")
+    job = run(tmp_path, "--ranks=1,2", "--tb=line")
     failures = job.stdout.partition("= FAILURES =")[2].partition("short test summary")[0].splitlines()
     assert len([line for line in failures if "test_it.py" in line or "two" in line]) == 1
     assert re.findall(r"\[ *(\d+)%\]", job.stdout) == ["50", "100"]
@@ -409,7 +409,7 @@ def test_line_of_a_failure_is_one_line(tmp_path):
 
 def test_mark_for_other_sizes_deselects_nothing(tmp_path):
     write(tmp_path, "import pytest\n\n@pytest.mark.ranks(2)\ndef test_it():\n    pass\n\ndef test_other():\n    pass")
-    job = run(tmp_path, "--ranks=1,2")
+    job = run(tmp_path, "--ranks=1,2", "-p", "no:capture")
     assert "3 passed in" in job.stdout
     assert "deselected" not in job.stdout
 
