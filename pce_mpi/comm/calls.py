@@ -73,7 +73,8 @@ def public(function: Function, *, reads: bool = False, has_meshes: bool = False,
             peers.operation = ""
             install()
             hears_of_it = peers
-            if peers is _NOBODY and finds_mesh and _last.closed is None and _last.name in _last.channels:
+            is_elsewhere = peers is not _NOBODY or not finds_mesh or options.get("comm") is not None
+            if not is_elsewhere and _last.closed is None and _last.name in _last.channels:
                 hears_of_it = _last
                 _last.number += 1
             tell_peers(error, [hears_of_it, *peers_in((*arguments, *options.values()))])

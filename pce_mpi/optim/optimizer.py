@@ -129,7 +129,7 @@ def option(name: str, meaning: str) -> Any:
 
 def _public(kind: Kind) -> Kind:
     """Make the methods of an optimizer public, whose parameters may be on several meshes."""
-    return public_methods(kind, has_meshes=True)
+    return public_methods(kind, {"state"}, has_meshes=True)  # which communicates nothing
 
 
 @_public
