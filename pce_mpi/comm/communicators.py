@@ -264,7 +264,8 @@ class Pending:
         )
 
     def __del__(self) -> None:
-        self._channel.leave(self._position)
+        if self._position in self._channel.started:
+            self._channel.leave(self._position)
 
 
 #: requests that nobody waits for any more, with the memory that MPI may still read and write

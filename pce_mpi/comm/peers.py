@@ -196,9 +196,9 @@ class Peers:
                 raise self.revoke(CollectiveError(ended))
         for peers in {self, *open_blocks()}:
             peers.look_for_blocks()
-            if (
-                peers.is_mesh and peers.closed is not None
-            ):  # a rank may wait for this one, which has swallowed an error, in another place
+            # A rank that has swallowed an error over this mesh may have gone on over another one. Over this one, ranks that
+            # have begun this collective may have been closed in a later step.
+            if peers is not self and peers.is_mesh and peers.closed is not None:
                 raise peers.refusal()
         self._look_for_the_end({channel: channel.position}, operation)
 

@@ -520,7 +520,7 @@ class _Attempt:
 
     def __enter__(self) -> None:
         if self._peers.closed is not None and not self._peers.blocks:
-            raise self._peers.refusal()
+            self._peers.refuse()  # unless others have been closed in this block already
         self._block = self._peers.begin()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
