@@ -15,6 +15,7 @@ from pce_mpi.kernels.elementary import (
     HI,
     HUGE,
     LO,
+    any_two_product,
     f64,
     i64,
     log,
@@ -23,7 +24,6 @@ from pce_mpi.kernels.elementary import (
     reduced,
     scaled,
     transformed,
-    two_product,
     two_sum,
 )
 from pce_mpi.kernels.interface import INFINITE, NEGLIGIBLE, NO_MARGIN, ROW_SOFTMAX, Pass
@@ -159,8 +159,9 @@ class _SoftmaxColumns:
             unit = WIDE * (np.clip(self._states["entropy_grid"], -(2**57), 2**57) - 2) - self.exponent
             weighted = value_of(self._states["exp_logit"], WIDE)
             total = Double(*(scaled(part, self._unit - self.exponent) for part in self._sum))
-            gap = _gap(total, self._top_z, weighted, unit)
-            others = (times(total.high, self.above_top) + gap) * self.normalizer
+            # Beside a huge logit only equal ones count.
+            gap = np.where(self._top_z.huge, 0.0, _gap(total, self._top_z, weighted, unit))
+            others = (times(total.high, self.held_nll) + gap) * self.normalizer
             return times(self.held_probability, self.held_nll) + np.where(self._sum_of_others == 0.0, 0.0, others)
 
     @property
@@ -215,7 +216,7 @@ def _gap(weight: Double, logit: _Logit, weighted: Double, exponent: Array) -> Ar
     finite = np.isfinite(logit.z)
     z, low, unit = in_units(np.where(finite, logit.z, 0.0), logit.low)
     high, rest_of_weighted = (scaled(part, exponent - unit) for part in weighted)
-    product, error = two_product(weight.high, z)
+    product, error = any_two_product(weight.high, z)
     error = error + (weight.high * low + weight.low * z)
     s, rest = two_sum(product, -high)
     return np.where(finite, scaled(s + (rest + (error - rest_of_weighted)), unit), times(weight.high, logit.z))

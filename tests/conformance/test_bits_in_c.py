@@ -15,7 +15,7 @@ SOURCE = Path(__file__).with_name("bits.c")
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 REDUCTIONS = ["none", "sum", "mean"]
 OPTIONS = {"compute_dtype", "logit_scale", "softcap", "label_smoothing", "z_loss", "ignore_index"}
-NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4"}
+NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1"}
 
 
 def load(path):
@@ -35,13 +35,38 @@ def load(path):
     return tensors
 
 
-def cuts(splits, classes):
-    """Split points and orders of the merges: none, as given, in reverse, every class alone (shuffled)."""
+CUTS = ["whole", "splits", "reversed", "alone"]
+SPLITS = CUTS.index("splits")
+
+
+def cut_of(vector, classes, cut):
+    """Split points and the order of the merges: none, as given, in reverse, every class alone (shuffled)."""
+    splits = vector["splits"]
     shards = len(splits) - 1
-    yield [0, classes], [0]
-    yield splits, range(shards)
-    yield splits, range(shards)[::-1]
-    yield range(classes + 1), np.random.default_rng(0).permutation(classes)
+    return [
+        ([0, classes], [0]),
+        (splits, range(shards)),
+        (splits, range(shards)[::-1]),
+        (range(classes + 1), np.random.default_rng(0).permutation(classes)),
+    ][cut]
+
+
+class Results:
+    """What the program prints, number by number."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def taken(self, *shape):
+        """The next numbers, in that shape."""
+        count = int(np.prod(shape))
+        first, self.numbers = self.numbers[:count], self.numbers[count:]
+        return first.reshape(shape)
+
+    def states(self, expected, shards):
+        """The states of so many shards and the merged ones, as bytes."""
+        _, rows, size = expected.shape
+        return self.taken(shards + 1, rows, size // 8).view(np.uint8)
 
 
 def problem(vector, tensors, splits, order):
@@ -81,25 +106,33 @@ def exported(tmp_path_factory):
     return vectors, [load(folder / vector["file"]) for vector in vectors]
 
 
-@pytest.mark.parametrize("cut", range(4), ids=["whole", "splits", "reversed", "alone"])
+@pytest.mark.parametrize("cut", range(4), ids=CUTS)
 def test_program_from_page_alone_has_all_bits(program, exported, cut):
     vectors, loaded = exported
     stream = b""
     for vector, tensors in zip(vectors, loaded, strict=True):
-        splits, order = list(cuts(vector["splits"], tensors["logits"].shape[1]))[cut]
+        splits, order = cut_of(vector, tensors["logits"].shape[1], cut)
         stream += problem(vector, tensors, splits, order)
     done = subprocess.run([program], input=stream, stdout=subprocess.PIPE, check=True, timeout=300)
-    results, wrong = np.frombuffer(done.stdout, "<f8"), []
+    results, wrong = Results(np.frombuffer(done.stdout, "<f8")), []
     for vector, tensors in zip(vectors, loaded, strict=True):
         rows, classes = tensors["logits"].shape
-        loss, results = results[: rows * (1 + classes)].reshape(rows, -1), results[rows * (1 + classes) :]
-        reduced, results = results[0], results[1:]
+        shards = cut_of(vector, classes, cut)[1]
+        loss, reduced = results.taken(rows, 1 + classes), results.taken()
+        states = {"loss_states": results.states(tensors["expected_loss_states"], len(shards))}
         found = {"loss": loss[:, 0] if vector["reduction"] == "none" else reduced, "dlogits": loss[:, 1:]}
         if "entropy" in vector["bits"]:
-            row, results = results[: rows * (3 + 2 * classes)].reshape(rows, -1), results[rows * (3 + 2 * classes) :]
-            found |= {"log_prob": row[:, 0], "entropy": row[:, 1], "logsumexp": row[:, 2]}
-            found |= {"dstatistics": row[:, 3 : 3 + classes], "dlog_prob": row[:, 3 + classes :]}
+            row = results.taken(rows, 3 + 3 * classes)
+            states["statistics_states"] = results.states(tensors["expected_statistics_states"], len(shards))
+            found |= dict(zip(("log_prob", "entropy", "logsumexp"), row[:, :3].T, strict=True))
+            found |= zip(("dstatistics", "dlog_prob", "dlogsumexp"), np.split(row[:, 3:], 3, axis=1), strict=True)
         for name in vector["bits"]:
+            if name in states:
+                # Other cuts have other states of shards, and merge to the same.
+                of_cut = slice(None) if cut == SPLITS else slice(-1, None)
+                if not np.array_equal(states[name][of_cut], tensors["expected_" + name][of_cut]):
+                    wrong.append(f"{vector['name']} {name}")
+                continue
             is_ = found[name]
             expected = tensors["expected_" + name].astype("<f8")  # exact, so all bits stay
             assert is_.shape == expected.shape
@@ -111,5 +144,5 @@ def test_program_from_page_alone_has_all_bits(program, exported, cut):
                     f"{vector['name']} {name}: {(~same).sum()} of {same.size}, "
                     f"at {first} {is_[first].hex()}, expected {expected[first].hex()}"
                 )
-    assert results.size == 0
+    assert results.numbers.size == 0
     assert not wrong, f"{len(wrong)} of the results are wrong:\n" + "\n".join(wrong)
