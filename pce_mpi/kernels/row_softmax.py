@@ -26,7 +26,7 @@ from pce_mpi.kernels.elementary import (
     transformed,
     two_sum,
 )
-from pce_mpi.kernels.interface import INFINITE, NEGLIGIBLE, NO_MARGIN, ROW_SOFTMAX, Pass
+from pce_mpi.kernels.interface import INFINITE, NO_MARGIN, ROW_SOFTMAX, Pass
 from pce_mpi.kernels.limbs import (
     WIDE,
     Double,
@@ -68,8 +68,6 @@ class _SoftmaxColumns:
             self._sum = value_of(states["sum"], precision.width)
             if fields.hold_largest:
                 grids = grids - states["depth"]
-                kept = states["depth"] <= NEGLIGIBLE
-                self._sum = Double(*(np.where(kept, part, 0.0) for part in self._sum))
             self._unit = unit = precision.width * (grids - 2)
             s, none = self._sum.high, self.held == -np.inf
             n, e = self._held_z.n, self._held_z.e
@@ -175,7 +173,7 @@ class _SoftmaxColumns:
 
 def times(weight: Array, value: Array) -> Array:
     """Return weight value; a weight that is 0 or infinite gives itself, whatever the value is but nan."""
-    return np.where(((weight == 0.0) | ~np.isfinite(weight)) & ~np.isnan(value), weight + 0.0, weight * value)
+    return np.where(((weight == 0.0) | ~np.isfinite(weight)) & ~np.isnan(value), weight, weight * value)
 
 
 def row_softmax(states: Array, how: Pass, class_weights: Array | None) -> Array:

@@ -9,7 +9,7 @@ constexpr int WIDE = Double::WIDTH;
 constexpr int64_t NO_GRID = -(1 << 14), INFINITE = 1 << 14, MINUS_INFINITE = INFINITE + 1, NOT_A_NUMBER = INFINITE + 2;
 constexpr int64_t NO_ENTROPY = -(int64_t(1) << 60), NO_SUM = -(int64_t(1) << 61);
 constexpr int64_t FARTHEST = int64_t(1) << 57;  // a grid whose unit still fits 64 bits
-constexpr int FORGOTTEN = 255, NEGLIGIBLE = 250;
+constexpr int FORGOTTEN = 255;
 constexpr int64_t NO_CLASS = 0x7fffffffffffffff;
 
 enum Field {
@@ -355,7 +355,7 @@ struct Logit {
 
 // weight value; a weight that is 0 or infinite gives itself, whatever the value is but nan.
 PCE_FUNCTION double times(double weight, double value) {
-    return (weight == 0.0 || !finite(weight)) && value == value ? weight + 0.0 : weight * value;
+    return (weight == 0.0 || !finite(weight)) && value == value ? weight : weight * value;
 }
 
 // weight z - weighted 2^exponent, `times` if z is infinite; digits cancel if all logits are far from 0.
@@ -400,7 +400,6 @@ struct RowSoftmax {
         Pair sum = value_of(state.sum.limbs, Precision::WIDTH);
         if (largest) {
             int64_t depth = state.sum.grid == NO_SUM ? FORGOTTEN : grid - state.sum.grid;
-            if (depth > NEGLIGIBLE) sum = {0.0, 0.0};
             grid -= depth < FORGOTTEN ? depth : FORGOTTEN;
         }
         unit = Precision::WIDTH * (grid - 2);

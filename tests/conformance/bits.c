@@ -32,7 +32,7 @@ static const State NO_CLASSES = {-INFINITY, -INFINITY, -INFINITY, 0, INT64_MAX, 
 static i64 clamp(i64 v, i64 least, i64 most) { return v < least ? least : v > most ? most : v; }
 static i64 floordiv(i64 a, i64 b) { return a / b - (a % b < 0); }
 static double two(i64 n) { return ldexp(1, n); }
-static double times(double a, double b) { return (a == 0 || isinf(a)) && !isnan(b) ? a + 0.0 : a * b; }
+static double times(double a, double b) { return (a == 0 || isinf(a)) && !isnan(b) ? a : a * b; }
 static double single(double v) { return in.dbl ? v : (double)(float)v; }
 static int before(double a, double b) { return isnan(a) ? !isnan(b) : a > b; }
 static double larger(double a, double b) { return before(a, b) ? a : b; }
@@ -228,7 +228,7 @@ static Row finish(i64 i) {
     View H = view(held), T = view(top);
     Row r = {s, H, T, value(s.sum, width), NAN, NAN, NAN, NAN, NAN, NAN, NAN, 0};
     i64 u = unit(s.sum, width), d = u - H.n, base = T.huge ? T.n : 0;
-    double S = stats && grid_of(held) - s.sum.grid > 250 ? 0 : r.G.high;
+    double S = r.G.high;
     int none = held == -INFINITY, alone = (H.huge || T.huge) && held != top && S > 0 && !none, less = held < top;
     if (isnan(top) || isnan(held) || held == INFINITY || (none && top == -INFINITY)) return r; /* nan */
     if (alone && !less) S = 0; /* the class held outweighs them by any factor */

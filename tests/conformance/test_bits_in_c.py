@@ -1,20 +1,24 @@
 """bits.c, which somebody wrote from the page "The bits" alone, has all bits of the vectors."""
 
+import dataclasses
 import json
 from pathlib import Path
 import shutil
 import struct
 import subprocess
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from pce_mpi.conformance.offline.vectors import export_bits
+from pce_mpi.arrays import dtype_named
+from pce_mpi.conformance.offline import vectors as bit_vectors
 
 SOURCE = Path(__file__).with_name("bits.c")
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 REDUCTIONS = ["none", "sum", "mean"]
 OPTIONS = {"compute_dtype", "logit_scale", "softcap", "label_smoothing", "z_loss", "ignore_index"}
+ROWS, CLASSES = SHAPE = 6, 37
 NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "u1"}
 
 
@@ -27,7 +31,7 @@ def load(path):
     for name, is_ in header.items():
         if name != "__metadata__":
             if is_["dtype"] == "BF16":
-                dtype = pytest.importorskip("ml_dtypes").bfloat16
+                dtype = ml_dtypes.bfloat16
             else:
                 dtype = NUMPY[is_["dtype"]]
             first, last = (8 + size + offset for offset in is_["data_offsets"])
@@ -101,14 +105,12 @@ def program(tmp_path_factory):
 def exported(tmp_path_factory):
     """The vectors in the index, and the tensors of each."""
     folder = tmp_path_factory.mktemp("vectors")
-    export_bits(folder)
+    bit_vectors.export_bits(folder)
     vectors = json.loads((folder / "index.json").read_text())["vectors"]
     return vectors, [load(folder / vector["file"]) for vector in vectors]
 
 
-@pytest.mark.parametrize("cut", range(4), ids=CUTS)
-def test_program_from_page_alone_has_all_bits(program, exported, cut):
-    vectors, loaded = exported
+def assert_bits(program, vectors, loaded, cut):
     stream = b""
     for vector, tensors in zip(vectors, loaded, strict=True):
         splits, order = cut_of(vector, tensors["logits"].shape[1], cut)
@@ -146,3 +148,67 @@ def test_program_from_page_alone_has_all_bits(program, exported, cut):
                 )
     assert results.numbers.size == 0
     assert not wrong, f"{len(wrong)} of the results are wrong:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("cut", range(4), ids=CUTS)
+def test_program_from_page_alone_has_all_bits(program, exported, cut):
+    assert_bits(program, *exported, cut)
+
+
+DTYPES_OF_LOGITS = ["float64", "float64", *DTYPES]  # float64 has the most corners
+
+
+def random_logits(rng, dtype, scale):
+    """Logits of every kind: of usual sizes or of all, near the largest numbers, equal, masked, not finite."""
+    most = float(ml_dtypes.finfo(dtype).max)
+    x = rng.normal(0, 4, SHAPE)
+    rows = rng.integers(0, 7, ROWS)
+    few = rng.random(SHAPE)
+    x = np.where((rows == 1)[:, None], np.ldexp(x, rng.integers(-1070, 1020, SHAPE)), x)
+    x = np.where((rows == 2)[:, None], np.ldexp(x, rng.integers(-30, 62, (ROWS, 1))), x)
+    x = np.where((rows == 3)[:, None], most * np.sign(x) * (1 - few * 2.0 ** -rng.integers(1, 53, (ROWS, 1))), x)
+    x = np.where((rows == 4)[:, None], x[:, :1] * 2.0 ** rng.integers(0, 1000, (ROWS, 1)), x)
+    x = np.where((rows == 5)[:, None] & (few < 0.5), -np.inf, x)
+    x = np.where((rows == 6)[:, None] & (few < 0.05), rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0, -most], SHAPE), x)
+    if rng.random() < 0.3:
+        x = x / scale
+    return x.astype(dtype)
+
+
+def random_problem(rng):
+    """Options and tensors of a problem, as often as not at the ends of float64."""
+    name = rng.choice(DTYPES_OF_LOGITS)
+    scale = float(rng.choice([1.0, 1.0, 0.5, 0.7, 1e-3, 1e-300, 64.0, 2.0**-40]))
+    options = {"reduction": str(rng.choice(REDUCTIONS)), "logit_scale": scale}
+    if rng.random() < 0.2:
+        options["softcap"] = float(rng.choice([1.0, 30.0, 1e5]))
+    if rng.random() < 0.2:
+        options["ignore_index"] = int(rng.integers(0, CLASSES))
+    if name != "float64" and rng.random() < 0.3:
+        options["compute_dtype"] = "float64"
+    tensors = {"logits": random_logits(rng, dtype_named(name), scale), "targets": rng.integers(0, CLASSES, ROWS)}
+    if rng.random() < 0.5:
+        options["label_smoothing"] = float(rng.choice([0.1, 0.1, 1e-10, 1.0]))
+    if rng.random() < 0.2:
+        options["z_loss"] = float(rng.choice([1e-4, 2.0**1015]))
+    if rng.random() < 0.5:
+        sizes = rng.choice([(0, 1), (-1073, -1000), (-1073, 1025), (1020, 1025)])
+        tensors["weight"] = np.ldexp(1 - rng.random(CLASSES) / 2, rng.integers(*sizes, CLASSES))
+        if rng.random() < 0.3:
+            tensors["weight"] *= rng.choice([1.0, -1.0, 0.0, np.inf, -np.inf], CLASSES, p=[0.8, 0.08, 0.08, 0.02, 0.02])
+    if rng.random() < 0.5:
+        shape = ROWS if options["reduction"] == "none" else ()
+        tensors["dloss"] = rng.choice([-0.0, 0.0, -1.5, 1e300, 1e-300], shape) * rng.random(shape)
+    return options, tensors
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_program_has_bits_of_random_problems(program, seed):
+    vectors, loaded = [], []
+    with np.errstate(all="ignore"):
+        for place in range(100):
+            options, tensors = random_problem(np.random.default_rng([seed, place]))
+            entry, tensors = bit_vectors.vector_of(f"random/{place}", options, **tensors)
+            vectors.append(dataclasses.asdict(entry))
+            loaded.append(tensors)
+    assert_bits(program, vectors, loaded, SPLITS)

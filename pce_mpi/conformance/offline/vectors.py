@@ -318,12 +318,13 @@ def bit_vectors() -> Iterator[Vector]:
                     continue  # its logits cannot be huge; its arithmetic is double anyway
                 chosen = {"reduction": "mean", **options}
                 more = {"weight": _weight()} if chosen.pop("weight", False) else {}
-                yield _vector(f"{dtype}/{name}/{kind}", chosen, *_drawn(dtype, kind), **more)
+                yield vector_of(f"{dtype}/{name}/{kind}", chosen, *_drawn(dtype, kind), **more)
     for called, options, problem in _edges():
-        yield _vector(called, options, **problem)
+        yield vector_of(called, options, **problem)
 
 
-def _vector(called: str, options: dict[str, Any], logits: Array, targets: Array, **more: Array) -> Vector:
+def vector_of(called: str, options: dict[str, Any], logits: Array, targets: Array, **more: Array) -> Vector:
+    """Return a vector with bits, of a problem whose classes are cut at `_SPLITS`."""
     tensors = {"logits": logits, "targets": targets, **more}
     results = _results_of(options, **tensors)
     others = {name: value for name, value in options.items() if name != "reduction"}
@@ -439,7 +440,8 @@ def _edges_of_size(ordinary: Array) -> Iterator[tuple[str, dict[str, Any], dict[
     yield "float64/edges/held-alone", none, problem
 
     # A class number that is ignored is the target of no row; -0.0 is held, and the largest of others.
-    x = np.where(np.arange(_ROWS)[:, None] % 2, -0.0, 5.0) + np.zeros(_CLASSES)
+    x = np.full((_ROWS, _CLASSES), 5.0)
+    x[1::2] = -0.0
     x[2:4, 2:] = -np.inf
     problem = {"logits": x, "targets": np.array([0, 1, 0, 1, 1, 0])}
     yield "float64/edges/ignored-class", none | {"ignore_index": 0}, problem
@@ -466,8 +468,9 @@ def _edges_of_weights(ordinary: Array, targets: Array) -> Iterator[tuple[str, di
     yield "float64/edges/large-weight", none | {"label_smoothing": 1e-10}, problem
 
     x, weight = np.zeros((_ROWS, _CLASSES)), _weight()
-    weight[4:7] = 2.0**40, 1.0 + 2.0**-52, -1.5
-    x[0, 4], x[1, 4], x[2, 5], x[3, 6], x[4] = 2.0**1000, -(2.0**1000), 1.0 - 2.0**-52, 2.0**900, 1.25 * 2.0**1000
+    weight[20:23] = 2.0**40, 1.0 + 2.0**-52, -1.5
+    x[0, 20], x[1, 20], x[3, 22], x[4] = 2.0**1000, -(2.0**1000), 2.0**900, 1.25 * 2.0**1000
+    x[2, 21] = 1.0 - 2.0**-52  # the product is rounded to 1, and needs a coarser grid than it would exactly
     yield "float64/edges/large-products", none | smoothing, {"logits": x, "targets": targets, "weight": weight}
 
     x, weight = ordinary.copy(), _weight()
@@ -477,10 +480,11 @@ def _edges_of_weights(ordinary: Array, targets: Array) -> Iterator[tuple[str, di
     yield "float64/edges/zero-weight", none | smoothing | {"logit_scale": 64.0}, problem
 
     x, weight = ordinary.copy(), _weight()
-    x[0], x[0, 3], x[1, 9], weight[3:5] = -np.inf, 1.0, np.inf, np.inf
+    x[0], x[0, 3], x[1, 9], weight[3:6], weight[6] = -np.inf, 1.0, np.inf, np.inf, -1.0
     problem = {"logits": x, "targets": targets, "weight": weight}
-    yield "float64/edges/certain-infinite-weight", {"reduction": "mean"}, problem
-    yield "float32/edges/certain-infinite-weight", {"reduction": "mean"}, problem | {"logits": x.astype(np.float32)}
+    yield "float64/edges/certain-infinite-weight", none, problem
+    yield "float64/edges/infinite-mean", {"reduction": "mean"}, problem
+    yield "float32/edges/infinite-mean", {"reduction": "mean"}, problem | {"logits": x.astype(np.float32)}
     yield "float64/edges/only-smoothing", none | {"label_smoothing": 1.0}, problem
 
     problem = {"logits": ordinary + 64.0, "targets": targets, "weight": _weight() * 2.0**1023}
@@ -488,8 +492,9 @@ def _edges_of_weights(ordinary: Array, targets: Array) -> Iterator[tuple[str, di
 
     x, weight = np.full((_ROWS, _CLASSES), -(2.0**38)), np.zeros(_CLASSES)
     x[:, 3:6] = np.array([-4343872457926681 / 2.0**14, -453932013787835 / 2.0**16, 7732713948642155 / 2.0**36])
-    x[1::2] /= np.array([[2.0**20], [2.0**10], [8.0]])
+    x[1::2] = ordinary[1::2] - 2.0**40
     weight[3:6] = np.array([8.0, 13.0, 454.0]) * 2.0**-1074
+    weight[6:] = (1.0 + np.arange(6, _CLASSES) / _CLASSES) * 2.0**-1015  # whose products have subnormal errors
     problem = {"logits": x, "targets": np.array([3, 4, 5, 3, 4, 5]), "weight": weight}
     yield "float64/edges/subnormal-weights", none | {"label_smoothing": 1.0}, problem
 
