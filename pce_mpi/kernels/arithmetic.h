@@ -194,10 +194,27 @@ PCE_FUNCTION Pair two_sum(double a, double b) {
 // a rounded to 26 bits, without an overflow on the way.
 PCE_FUNCTION double upper_half(double a) { return from_bits((bits(a) + (1 << 26)) & ~uint64_t((1 << 27) - 1)); }
 
-PCE_FUNCTION Pair two_product(double a, double b) {
-    double p = a * b, a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
-    return {p, ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2};
+// The rounding error of a product p = a b of numbers of usual sizes (Dekker).
+PCE_FUNCTION double usual_error(double a, double b, double p) {
+    double a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
+    return ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2;
 }
+
+// a b and its rounding error, of which subnormal digits are rounded once, as by a fused multiply-add. That of a product
+// that is not finite means nothing.
+#ifdef __CUDACC__
+PCE_FUNCTION Pair two_product(double a, double b) { return {a * b, __fma_rn(a, b, -(a * b))}; }
+#else
+constexpr double LARGE_FACTOR = 0x1p996, SMALL_PRODUCT = 0x1p-900;  // beyond these a step may overflow or be rounded
+PCE_FUNCTION Pair two_product(double a, double b) {
+    double p = a * b, size = magnitude(p);
+    if ((size > SMALL_PRODUCT && magnitude(a) < LARGE_FACTOR && magnitude(b) < LARGE_FACTOR) || !finite(p))
+        return {p, usual_error(a, b, p)};
+    if (size < 0x1p-1021) return {p, 0.0};  // the error is at most half of the smallest number
+    Parts x = split(a), y = split(b);
+    return {p, scaled(usual_error(x.m, y.m, x.m * y.m), x.e + y.e)};
+}
+#endif
 
 template <class Number> struct Exponential {
     int64_t n;
@@ -278,7 +295,7 @@ PCE_FUNCTION Pair transformed(double x, const Transform &transform) {
     }
     if (transform.scale == 1.0) return {x, 0.0};
     Pair z = two_product(transform.scale, x);
-    return {z.high, finite(z.low) ? z.low : 0.0};
+    return {z.high, finite(z.high) ? z.low : 0.0};
 }
 
 // The slope of tanh at scale x / softcap.

@@ -93,6 +93,7 @@ def write_gradient(out: Array, logits: Array, rows: Array, how: Pass, weights: C
             at_held = np.broadcast_to(held_gradient[mine], x.shape)
             if how.transform.softcap is not None:
                 at_held = at_held * softcap_slope(x.astype(f64), how.transform)
+            at_held = np.where(np.isnan(at_held), np.nan, at_held)  # a nan's bits depend on the processor
             value = np.where(is_held, at_held.astype(how.precision.dtype), value)
             value[valid[mine] == 0] = 0.0
             put_rows(out, mine, tile, value)
@@ -141,4 +142,6 @@ def loss_of(sums: Array, mean: bool, dtype: np.dtype[Any]) -> tuple[Array, Array
     total, weights = number_of(_sums_in(sums)).high
     divisor = np.array([(np.nan if weights == 0.0 else weights) if mean else 1.0])
     with np.errstate(all="ignore"):
-        return (total / divisor).astype(dtype).reshape(()), divisor
+        loss = total / divisor
+        # Every nan gets the same bits, on every processor.
+        return np.where(np.isnan(loss), np.nan, loss).astype(dtype).reshape(()), divisor

@@ -28,7 +28,7 @@ def numbers_of(text: str) -> tuple[float, ...]:
 
 
 #: The number of this arithmetic on docs/the-bits.md: another one as soon as a bit of a result changes.
-VERSION = 2
+VERSION = 3
 # log 2 and its reciprocal. A product of the high part with an n of the near range is exact.
 LOG2E32, HI32, LO32 = f32(_hex("0x1.715476p+0")), f32(_hex("0x1.62ep-1")), f32(_hex("0x1.0bfbe8p-15"))
 LOG2E, HI, LO = _hex("0x1.71547652b82fep+0"), _hex("0x1.62e42feep-1"), _hex("0x1.a39ef35793c76p-33")
@@ -54,6 +54,8 @@ MAGIC32, MAGIC_BITS = f32(_hex("0x1.8p23")), np.int32(0x4B400000)
 NEAR32, NEAR, HUGE = f32(2048.0), 2.0**20, 2.0**60
 
 
+# Beyond these a step of `two_product` may overflow, or be rounded.
+_LARGE_FACTOR, _SMALL_PRODUCT = 2.0**996, 2.0**-900
 # The bits of float64 after the first 13 digits; elements that stay in the cache.
 _REST, _BLOCK = (1 << 40) - 1, 2**13
 
@@ -98,10 +100,29 @@ def two_sum(a: Array | float, b: Array) -> tuple[Array, Array]:
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return a b and its rounding error (Dekker)."""
+    """Return a b and its rounding error, for numbers of usual sizes (Dekker)."""
     p = a * b
     (a1, a2), (b1, b2) = _halves(a), _halves(b)
     return p, ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2
+
+
+def any_two_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """Return a b and its rounding error, of which subnormal digits are rounded once, as by a fused multiply-add.
+
+    The error of a product that is not finite means nothing.
+    """
+    p, error = two_product(a, b)
+    size, factors = np.abs(p), np.broadcast_arrays(a, b)
+    is_small = (size < _SMALL_PRODUCT) & (a != 0.0) & (b != 0.0)
+    is_large = (np.abs(a) >= _LARGE_FACTOR) | (np.abs(b) >= _LARGE_FACTOR)
+    places = np.nonzero((is_small | is_large) & np.isfinite(p))
+    if places[0].size:
+        (m, e), (m_of_b, e_of_b) = (np.frexp(factor[places]) for factor in factors)
+        _, error_of_m = two_product(m, m_of_b)
+        exponent = e.astype(i64) + e_of_b
+        # That of a subnormal product is at most half of the smallest number.
+        error[places] = np.where(size[places] < 2.0**-1021, 0.0, scaled(error_of_m, exponent))
+    return p, error
 
 
 def _halves(a: Array) -> tuple[Array, Array]:
@@ -171,8 +192,8 @@ def transformed(x: Array, transform: Transform) -> tuple[Array, Array]:
     if transform.scale == 1.0:
         return x, np.zeros_like(x)
     finite = np.where(np.isfinite(x), x, 0.0)
-    z, low = two_product(np.asarray(transform.scale), finite)
-    return np.where(np.isfinite(x), z, x), np.where(np.isfinite(low), low, 0.0)
+    z, low = any_two_product(np.asarray(transform.scale), finite)
+    return np.where(np.isfinite(x), z, x), np.where(np.isfinite(z), low, 0.0)
 
 
 def reduced(z: Array, low: Array) -> tuple[Array, Array]:

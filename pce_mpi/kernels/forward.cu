@@ -189,8 +189,7 @@ class Exponentials {
 
   // Forget logits of which `before` was the largest, if they do not count beside another largest one.
   __device__ __forceinline__ void outgrow(float before, float largest, const Transform& transform) {
-    if (before == largest || before != before) return;
-    if (is_huge(wide(largest), transform) || (ENTROPIES && is_huge(wide(before), transform))) forget();
+    if (before != largest && before == before && is_huge(wide(largest), transform)) forget();
   }
 
   // Raise the grid for logits of which `highest` is the largest. False if `add` cannot take them.
@@ -243,8 +242,7 @@ class Exponentials {
   // Add any logit, after `top` has been raised, or take `away` one that has been added. Beside a huge one only equal
   // ones count.
   __device__ __forceinline__ void add_any(double x, const Transform& transform, bool away = false) {
-    const bool is_top = x == wide(top);
-    if (!finite(x) || (!is_top && (is_huge(wide(top), transform) || (ENTROPIES && is_huge(x, transform))))) return;
+    if (!finite(x) || (x != wide(top) && is_huge(wide(top), transform))) return;
     const Exponential<float> e = exponential<Single>(x, transform);
     digits.raise(floor_div(e.n, Single::WIDTH));
     bound = from_bits(0xff800000u);  // `rises_to` has to look at the grid

@@ -138,9 +138,9 @@ NO_CLASS = np.iinfo(np.int64).max  # loses every tie against a class
 NO_GRID, INFINITE, MINUS_INFINITE, NOT_A_NUMBER = -(2**14), 2**14, 2**14 + 1, 2**14 + 2
 # The grid of an empty sum of exp(z) z.
 NO_ENTROPY = -(2**60)
-# A sum more than NEGLIGIBLE grids below the class held apart counts as 0. A state drops it only at FORGOTTEN grids, so
-# that a sum which counts never lacks digits that another order of merges would have kept.
-FORGOTTEN, NEGLIGIBLE = 255, 250
+# A state drops a sum that is FORGOTTEN grids below the class held apart. From some 100 grids on it is 0 beside that
+# class in float64, so that a sum which counts never lacks digits that another order of merges would have kept.
+FORGOTTEN = 255
 
 
 class _Flags(NamedTuple):

@@ -96,7 +96,7 @@ struct Loss {
 
     static PCE_FUNCTION Loss of(const Sum *sums, bool mean) {
         double weights = number_of(sums[1]), divisor = !mean ? 1.0 : weights == 0.0 ? not_a_number() : weights;
-        return {number_of(sums[0]) / divisor, divisor};
+        return {one_nan(number_of(sums[0]) / divisor), divisor};
     }
 };
 

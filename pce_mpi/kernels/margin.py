@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.kernels.elementary import i64, two_product, two_sum
+from pce_mpi.kernels.elementary import any_two_product, i64, two_sum
 from pce_mpi.kernels.interface import Transform
 from pce_mpi.kernels.limbs import Double
 
@@ -56,13 +56,13 @@ def _sum(a: Double, b: Double) -> Double:
 
 
 def _product(a: Double, b: Double) -> Double:
-    p, rest = two_product(a.high, b.high)
+    p, rest = any_two_product(a.high, b.high)
     return Double(*two_sum(p, rest + (a.high * b.low + a.low * b.high)))
 
 
 def _quotient(a: Double, d: float) -> Double:
     q = a.high / d
-    p, rest = two_product(q, np.asarray(d))
+    p, rest = any_two_product(q, np.asarray(d))
     return Double(*two_sum(q, (((a.high - p) - rest) + a.low) / d))
 
 
@@ -70,7 +70,7 @@ def _root(a: Double) -> Double:
     """Return the square root; that of 0 is 0."""
     positive = a.high > 0.0
     r = np.sqrt(np.where(positive, a.high, 1.0))
-    p, rest = two_product(r, r)
+    p, rest = any_two_product(r, r)
     root = two_sum(r, (((a.high - p) - rest) + a.low) / (r + r))
     return Double(*(np.where(positive, part, 0.0) for part in root))
 

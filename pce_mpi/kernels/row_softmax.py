@@ -15,6 +15,7 @@ from pce_mpi.kernels.elementary import (
     HI,
     HUGE,
     LO,
+    any_two_product,
     f64,
     i64,
     log,
@@ -23,10 +24,9 @@ from pce_mpi.kernels.elementary import (
     reduced,
     scaled,
     transformed,
-    two_product,
     two_sum,
 )
-from pce_mpi.kernels.interface import INFINITE, NEGLIGIBLE, NO_MARGIN, ROW_SOFTMAX, Pass
+from pce_mpi.kernels.interface import INFINITE, NO_MARGIN, ROW_SOFTMAX, Pass
 from pce_mpi.kernels.limbs import (
     WIDE,
     Double,
@@ -68,8 +68,6 @@ class _SoftmaxColumns:
             self._sum = value_of(states["sum"], precision.width)
             if fields.hold_largest:
                 grids = grids - states["depth"]
-                kept = states["depth"] <= NEGLIGIBLE
-                self._sum = Double(*(np.where(kept, part, 0.0) for part in self._sum))
             self._unit = unit = precision.width * (grids - 2)
             s, none = self._sum.high, self.held == -np.inf
             n, e = self._held_z.n, self._held_z.e
@@ -159,8 +157,9 @@ class _SoftmaxColumns:
             unit = WIDE * (np.clip(self._states["entropy_grid"], -(2**57), 2**57) - 2) - self.exponent
             weighted = value_of(self._states["exp_logit"], WIDE)
             total = Double(*(scaled(part, self._unit - self.exponent) for part in self._sum))
-            gap = _gap(total, self._top_z, weighted, unit)
-            others = (times(total.high, self.above_top) + gap) * self.normalizer
+            # Beside a huge logit only equal ones count.
+            gap = np.where(self._top_z.huge, 0.0, _gap(total, self._top_z, weighted, unit))
+            others = (times(total.high, self.held_nll) + gap) * self.normalizer
             return times(self.held_probability, self.held_nll) + np.where(self._sum_of_others == 0.0, 0.0, others)
 
     @property
@@ -174,7 +173,7 @@ class _SoftmaxColumns:
 
 def times(weight: Array, value: Array) -> Array:
     """Return weight value; a weight that is 0 or infinite gives itself, whatever the value is but nan."""
-    return np.where(((weight == 0.0) | ~np.isfinite(weight)) & ~np.isnan(value), weight + 0.0, weight * value)
+    return np.where(((weight == 0.0) | ~np.isfinite(weight)) & ~np.isnan(value), weight, weight * value)
 
 
 def row_softmax(states: Array, how: Pass, class_weights: Array | None) -> Array:
@@ -215,7 +214,7 @@ def _gap(weight: Double, logit: _Logit, weighted: Double, exponent: Array) -> Ar
     finite = np.isfinite(logit.z)
     z, low, unit = in_units(np.where(finite, logit.z, 0.0), logit.low)
     high, rest_of_weighted = (scaled(part, exponent - unit) for part in weighted)
-    product, error = two_product(weight.high, z)
+    product, error = any_two_product(weight.high, z)
     error = error + (weight.high * low + weight.low * z)
     s, rest = two_sum(product, -high)
     return np.where(finite, scaled(s + (rest + (error - rest_of_weighted)), unit), times(weight.high, logit.z))

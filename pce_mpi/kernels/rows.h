@@ -143,7 +143,7 @@ static void add_near(State &state, const T *x, long count, double top, double lo
             if (guess < 1 << 20 && add_total(state.entropy, guess, ANY, fill)) continue;
             for (long i = 0; i < some; i++) {
                 double value = number_at(x, i);
-                if (!finite(value) || is_huge(value, transform)) continue;
+                if (!finite(value)) continue;
                 auto e = exponential<Precision>(value, transform);
                 add_entropy<Precision>(state.entropy, fixed_point(e.t), e.n - Precision::POINT, value, transform);
             }

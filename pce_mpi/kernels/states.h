@@ -9,7 +9,7 @@ constexpr int WIDE = Double::WIDTH;
 constexpr int64_t NO_GRID = -(1 << 14), INFINITE = 1 << 14, MINUS_INFINITE = INFINITE + 1, NOT_A_NUMBER = INFINITE + 2;
 constexpr int64_t NO_ENTROPY = -(int64_t(1) << 60), NO_SUM = -(int64_t(1) << 61);
 constexpr int64_t FARTHEST = int64_t(1) << 57;  // a grid whose unit still fits 64 bits
-constexpr int FORGOTTEN = 255, NEGLIGIBLE = 250;
+constexpr int FORGOTTEN = 255;
 constexpr int64_t NO_CLASS = 0x7fffffffffffffff;
 
 enum Field {
@@ -255,21 +255,20 @@ PCE_FUNCTION void add_weighted_logit(Sum &sum, double x, double u, const Transfo
     z = scaled(z, -unit);
     Pair product = two_product(u, z.high);
     if (!finite(product.high)) return add_number(sum, not_a_number());
-    double parts[2] = {product.high, finite(product.low) ? product.low + u * z.low : 0.0};
+    double parts[2] = {product.high, product.low + u * z.low};
     if (sum.grid < INFINITE) add_wide(sum, parts, 2, unit);
 }
 
-// Add exp(z) z of one class.
+// Add exp(z) z of one class. Of huge logits nothing is needed: beside one only equal ones count.
 template <class Precision>
 PCE_FUNCTION void add_entropy(Sum &sum, uint64_t fixed, int64_t exponent, double x, const Transform &transform) {
     constexpr int DIGITS = Precision::POINT > 30 ? Precision::POINT - 30 : 0;
     Pair z = transformed(x, transform);
-    int64_t unit = unit_of(z.high);
-    z = scaled(z, -unit);
+    if (!(magnitude(z.high) < HUGE_LOGIT)) return;
     uint64_t upper = fixed >> DIGITS << DIGITS;
     Pair a = two_product(double(upper), z.high), b = two_product(double(fixed - upper), z.high);
     double parts[5] = {a.high, a.low, b.high, b.low, double(fixed) * z.low};
-    add_wide(sum, parts, 5, exponent + unit);
+    add_wide(sum, parts, 5, exponent);
 }
 
 // Add one class that is not held to a state whose grid it may raise.
@@ -306,10 +305,10 @@ PCE_FUNCTION void forget_exponentials(State &state) {
     state.entropy = {NO_ENTROPY, {0, 0, 0}};
 }
 
-// True if a logit counts beside the largest one: of two different logits of which one is huge, only the larger does. A
-// sum of exponentials drops what is so far below by itself.
+// True if a logit counts beside the largest one: beside a huge one only equal ones do. A sum of exponentials drops by
+// itself what is so far below.
 PCE_FUNCTION bool counts(double x, double leading, const Call &call) {
-    return x == leading || !(is_huge(leading, call.transform) || (call.has(ENTROPY) && is_huge(x, call.transform)));
+    return x == leading || !is_huge(leading, call.transform);
 }
 
 // Make `a` the state of the union of two disjoint sets of classes of a row; `b` is used up.
@@ -356,7 +355,7 @@ struct Logit {
 
 // weight value; a weight that is 0 or infinite gives itself, whatever the value is but nan.
 PCE_FUNCTION double times(double weight, double value) {
-    return (weight == 0.0 || !finite(weight)) && value == value ? weight + 0.0 : weight * value;
+    return (weight == 0.0 || !finite(weight)) && value == value ? weight : weight * value;
 }
 
 // weight z - weighted 2^exponent, `times` if z is infinite; digits cancel if all logits are far from 0.
@@ -401,7 +400,6 @@ struct RowSoftmax {
         Pair sum = value_of(state.sum.limbs, Precision::WIDTH);
         if (largest) {
             int64_t depth = state.sum.grid == NO_SUM ? FORGOTTEN : grid - state.sum.grid;
-            if (depth > NEGLIGIBLE) sum = {0.0, 0.0};
             grid -= depth < FORGOTTEN ? depth : FORGOTTEN;
         }
         unit = Precision::WIDTH * (grid - 2);
@@ -461,7 +459,8 @@ struct RowSoftmax {
             Pair total_sum = scaled(sum, unit - row.exponent);
             double away = gap_of(total_sum, top_z, value_of(state.entropy.limbs, WIDE),
                                  WIDE * (clip(state.entropy.grid, -FARTHEST, FARTHEST) - 2) - row.exponent);
-            double rest = (times(total_sum.high, above_top) + away) * row.normalizer;
+            if (top_z.huge) away = 0.0;  // all that count are equal
+            double rest = (times(total_sum.high, row.held_nll) + away) * row.normalizer;
             row.entropy = times(row.held_probability, row.held_nll) + (others == 0.0 ? 0.0 : rest);
         }
         if (call.has(TARGET)) {

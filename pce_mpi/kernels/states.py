@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pce_mpi.kernels.elementary import HUGE, exponential, f32, f64, i64, scaled, transformed, two_product, u64
+from pce_mpi.kernels.elementary import HUGE, any_two_product, exponential, f32, f64, i64, scaled, transformed, u64
 from pce_mpi.kernels.interface import FORGOTTEN, NO_ENTROPY, SINGLE, Pass, Precision, StateFields, Transform
 from pce_mpi.kernels.limbs import Sums, limbs_of, of_kinds, shifted, sum_of, sum_of_numbers, united, united_numbers
 
@@ -79,17 +79,16 @@ def grid_of(x: Array, transform: Transform, precision: Precision) -> Array:
 
 
 def is_huge(x: Array, transform: Transform) -> Array:
-    """Return which logits are finite and so large that, of two different ones, only the larger counts."""
+    """Return which logits are finite and so large that beside one as the largest only equal ones count."""
     return np.isfinite(x) & ~(np.abs(transformed(x, transform)[0]) < HUGE)
 
 
-def _counts(x: Array, largest: Array, fields: StateFields, transform: Transform) -> Array:
-    """Return which logits count beside the largest: of two different ones of which one is huge, only the larger does.
+def _counts(x: Array, largest: Array, transform: Transform) -> Array:
+    """Return which logits count beside the largest: beside a huge one only equal ones do.
 
-    A sum of exponentials drops what is so far below by itself.
+    A sum of exponentials drops by itself what is so far below.
     """
-    huge = is_huge(largest, transform)
-    return (x == largest) | ~((huge | is_huge(x.astype(f64), transform)) if fields.entropy else huge)
+    return (x == largest) | ~is_huge(largest, transform)
 
 
 def _fill_sums(states: Array, x: Array, others: Array, weight: Array, how: Pass) -> None:
@@ -100,7 +99,7 @@ def _fill_sums(states: Array, x: Array, others: Array, weight: Array, how: Pass)
         states["top"] = _canonical(np.where(top == np.inf, np.nan, top))
     largest = states["held" if fields.hold_largest else "top"]
     counted = others & np.isfinite(x) & np.isfinite(largest)[:, None]
-    counted &= _counts(x, largest[:, None], fields, transform)
+    counted &= _counts(x, largest[:, None], transform)
     e = exponential(x, transform, precision)
     if fields.hold_largest:
         none = np.iinfo(i64).min // 2
@@ -118,13 +117,14 @@ def _fill_sums(states: Array, x: Array, others: Array, weight: Array, how: Pass)
         states["sum"][states["depth"] == FORGOTTEN] = 0
     if fields.entropy:
         z, low = transformed(x.astype(f64), transform)
-        z, low, unit = in_units(np.where(counted, z, 0.0), np.where(counted, low, 0.0))
+        needed = counted & (np.abs(z) < HUGE)  # beside a huge logit only equal ones count
+        z, low = np.where(needed, z, 0.0), np.where(needed, low, 0.0)
         # A float64 holds all bits of SINGLE's fixed-point numbers, and half of those of DOUBLE's.
         digits = max(0, precision.point - 30)
         upper = fixed >> digits << digits
-        parts = [*two_product(upper.astype(f64), z), *two_product((fixed - upper).astype(f64), z)]
+        parts = [*any_two_product(upper.astype(f64), z), *any_two_product((fixed - upper).astype(f64), z)]
         parts.append(fixed.astype(f64) * low)
-        states["entropy_grid"], states["exp_logit"] = sum_of(parts, exponent + unit, NO_ENTROPY)
+        states["entropy_grid"], states["exp_logit"] = sum_of(parts, exponent, NO_ENTROPY)
     weight = np.where(others, weight, 0.0)
     if fields.weight:
         states["weight_grid"], states["weight"] = sum_of_numbers(weight)
@@ -137,11 +137,10 @@ def _weighted_logits(x: Array, weight: Array, transform: Transform) -> Sums:
     z, low = transformed(x.astype(f64), transform)
     masked, usable = (z == -np.inf) & (weight != 0.0), np.isfinite(z)
     z, low, unit = in_units(np.where(usable, z, 0.0), np.where(usable, low, 0.0))
-    product, rest = two_product(weight, z)
-    rest = np.where(np.isfinite(rest), rest + weight * low, 0.0)
+    product, rest = any_two_product(weight, z)
     # The kind is that of the sum of u (-log p): weights on masked classes make it infinite, and so do infinite ones.
     strange = np.where(masked, np.copysign(np.inf, weight), np.where(np.isfinite(product), 0.0, np.nan))
-    return of_kinds(sum_of([product, rest], unit), np.where(np.isfinite(weight), strange, weight))
+    return of_kinds(sum_of([product, rest + weight * low], unit), np.where(np.isfinite(weight), strange, weight))
 
 
 def in_units(z: Array, low: Array) -> tuple[Array, Array, Array]:
@@ -192,7 +191,7 @@ def _union_holding_largest(a: Array, b: Array, how: Pass) -> Array:
     bad = ~np.isfinite(union["held"])
     sums, entropies = [], []
     for state in (a, b, alone):
-        gone = bad | ~_counts(state["held"], union["held"], fields, transform)
+        gone = bad | ~_counts(state["held"], union["held"], transform)
         grids = grid_of(state["held"], transform, precision) - state["depth"]
         sums.append(Sums(np.where(gone | (state["depth"] == FORGOTTEN), _NO_SUM, grids), state["sum"]))
         if fields.entropy:

@@ -201,7 +201,12 @@ static inline Doubles upper_half(Doubles a) { return (Doubles)(((Longs)a + (1 <<
 // The rounding error of a product p = a b.
 static inline Doubles rest_of_product(Doubles a, Doubles b, Doubles p) {
     Doubles a1 = upper_half(a), a2 = a - a1, b1 = upper_half(b), b2 = b - b1;
-    return ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2;
+    Doubles rest = ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2;
+    Doubles sizes[] = {(Doubles)((Longs)a & INT64_MAX), (Doubles)((Longs)b & INT64_MAX), (Doubles)((Longs)p & INT64_MAX)};
+    Longs is_small = (sizes[2] < SMALL_PRODUCT) & (a != 0.0) & (b != 0.0);
+    if (any_less(is_small | (sizes[0] >= LARGE_FACTOR) | (sizes[1] >= LARGE_FACTOR), Longs{}))
+        for (int lane = 0; lane < LANES / 2; lane++) rest[lane] = two_product(a[lane], b[lane]).low;
+    return rest;
 }
 // a b + c, where a b is exact.
 static inline Doubles add_product(Doubles a, Doubles b, Doubles c) { return a * b + c; }

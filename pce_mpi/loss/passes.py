@@ -157,7 +157,7 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
         weight = np.array([float(problem.num_classes)]) if options.weight is None else options.weight
         class_weights = kernel_of(weight).sums_of(weight)[0]
         if differ:
-            states = _with_class_weights(states, class_weights, fields, problem.xp)
+            states = with_class_weights(states, class_weights, fields, problem.xp)
     finish_merge = None
     if options.comm is not None:
         element = None if states.dtype.names else fields.dtype
@@ -174,7 +174,7 @@ def start_row_softmax(problem: Problem, fields: StateFields) -> Callable[[], Row
     return finish
 
 
-def _with_class_weights(states: Array, class_weights: Array, fields: StateFields, xp: Any) -> Array:
+def with_class_weights(states: Array, class_weights: Array, fields: StateFields, xp: Any) -> Array:
     """Append a row whose weighted logits are the weights of this rank's classes: merged, it has the sum of all."""
     row = fields.identity(1)
     words = to_host(class_weights)
@@ -183,7 +183,7 @@ def _with_class_weights(states: Array, class_weights: Array, fields: StateFields
 
 
 def _class_weights_of(states: Array, fields: StateFields) -> HostArray:
-    """Return the sum of the weights of all classes, from the row that `_with_class_weights` appended."""
+    """Return the sum of the weights of all classes, from the row that `with_class_weights` appended."""
     row = to_host(states[-1:]).reshape(-1).view(fields.dtype)
     return np.concatenate([row["logit_grid"].astype(np.int64).view(np.uint64), row["weighted_logit"][0]])
 

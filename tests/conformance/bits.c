@@ -3,8 +3,9 @@
  *   (0: f64, 1: f32, 2: f16, 3: bf16), reduction (0: none, 1: sum, 2: mean), statistics?, weights?, ignore_index;
  *   d scale, softcap (0: none), smoothing, z_loss;  i split points [shards + 1], order of the merges [shards],
  *   targets [rows];  d logits [rows][classes], weights [classes] (1 without weights), gradients of the losses [rows].
- * Its results are f64: of each row the loss and its gradient [classes]; then the reduced loss; then, for statistics, of
- * each row log_prob, entropy, logsumexp and their gradients [classes] for the gradients 1, 0.5, 0.25 and 1, 0, 0. */
+ * Its results are f64: of each row the loss and its gradient [classes]; then the reduced loss; then the states of the
+ * rows, of each shard and merged. For statistics there follow, of each row, log_prob, entropy, logsumexp and their
+ * gradients [classes] for the gradients 1, 0.5, 0.25; 1, 0, 0 and 0, 0, -2^-1074; then the states. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -31,7 +32,7 @@ static const State NO_CLASSES = {-INFINITY, -INFINITY, -INFINITY, 0, INT64_MAX, 
 static i64 clamp(i64 v, i64 least, i64 most) { return v < least ? least : v > most ? most : v; }
 static i64 floordiv(i64 a, i64 b) { return a / b - (a % b < 0); }
 static double two(i64 n) { return ldexp(1, n); }
-static double times(double a, double b) { return (a == 0 || isinf(a)) && !isnan(b) ? a + 0.0 : a * b; }
+static double times(double a, double b) { return (a == 0 || isinf(a)) && !isnan(b) ? a : a * b; }
 static double single(double v) { return in.dbl ? v : (double)(float)v; }
 static int before(double a, double b) { return isnan(a) ? !isnan(b) : a > b; }
 static double larger(double a, double b) { return before(a, b) ? a : b; }
@@ -106,7 +107,7 @@ static Exp seen(double x) { /* a finite logit, as its arithmetic sees it */
 }
 static i64 grid_of(double x) { return isfinite(x) ? floordiv(seen(x).n, width) : 0; }
 static int counts(double x, double top) { /* in a sum of exponentials with this largest logit */
-    return isfinite(x) && isfinite(top) && (x == top || !(view(top).huge || (stats && view(x).huge)));
+    return isfinite(x) && isfinite(top) && (x == top || !view(top).huge);
 }
 static void coarsen(Sum *s, i64 grid) { /* the limbs overlap, so this is a move without any carry */
     for (i64 j = 0, d = grid - s->grid; j < 3 && d > 0; j++) s->limb[j] = d < 3 - j ? s->limb[j + d] : 0;
@@ -152,7 +153,7 @@ static void add_weighted(Sum *s, double w, double x) { /* w z */
     double p = w * z.high, r = fma(w, z.high, -p) + w * z.low;
     if (!isfinite(w)) add_wide(s, w, 0, 1);
     else if (z.high == -INFINITY) add_wide(s, times(w, INFINITY), 0, 1);
-    else if (isfinite(z.high)) add_wide(s, isfinite(p) ? p : NAN, e, 1), add_wide(s, isfinite(r) ? r : 0, e, 0);
+    else if (isfinite(z.high)) add_wide(s, isfinite(p) ? p : NAN, e, 1), add_wide(s, isfinite(p) ? r : 0, e, 0);
 }
 static double largest(State s) { return stats ? s.held : s.top; }
 static void add_class(State *s, double x, double w) { /* if it counts: exp(z); for statistics also exp(z) z */
@@ -162,15 +163,14 @@ static void add_class(State *s, double x, double w) { /* if it counts: exp(z); f
     Pair z = transform(x);
     u64 P = (u64)((i64)trunc(ldexp(r.t, point)) + ((i64)1 << point)), U = in.dbl ? P >> 32 << 32 : P;
     coarsen(&s->sum, floordiv(r.n, width)), add(&s->sum, width, P, r.n - point, 1);
-    r.n += shrunk(&z) - point;
+    if (!stats || view(x).huge) return;
     Pair p = twoprod((double)U, z.high), q = twoprod((double)(P - U), z.high);
     double parts[] = {p.high, p.low, q.high, q.low, (double)P * z.low};
-    for (int i = 0; i < 5 && stats; i++) add_wide(&s->entropy, isfinite(parts[i]) ? parts[i] : 0, r.n, i == 0);
+    for (int i = 0; i < 5; i++) add_wide(&s->entropy, parts[i], r.n - point, i == 0);
 }
-static State sent(State s) { /* by way of its bytes, on a little-endian machine */
+static State sent(State s, int print) { /* by way of its bytes, on a little-endian machine */
     int loss = !stats, smooth = loss && in.smoothing;
-    /* The page does not say what weight_grid is; nothing needs it. */
-    int16_t grids[] = {clamp(grid_of(s.held) - s.sum.grid, 0, DEPTH), 0, s.weighted.grid, 0};
+    int16_t grids[] = {stats ? clamp(grid_of(s.held) - s.sum.grid, 0, DEPTH) : 0, -INF_GRID, s.weighted.grid, 0};
     unsigned char bytes[88], *at = bytes;
     struct { void *value; int size; } f[] = {
         {&s.held, 8}, {&s.top, 8 * loss}, {s.sum.limb, 24}, {grids, 8 * (stats || smooth)}, {&s.argmax, 8 * stats},
@@ -178,12 +178,19 @@ static State sent(State s) { /* by way of its bytes, on a little-endian machine 
         {&s.entropy.grid, 8 * stats}, {s.entropy.limb, 24 * stats}};
     if (stats && grids[0] == DEPTH) s.sum.limb[0] = s.sum.limb[1] = s.sum.limb[2] = 0;
     for (int i = 0; i < 10; at += f[i++].size) memcpy(at, f[i].value, f[i].size);
+    if (print) fwrite(bytes, 1, at - bytes, stdout);
     s = NO_CLASSES, at = bytes;
     for (int i = 0; i < 10; at += f[i++].size) memcpy(f[i].value, at, f[i].size);
     return s.weighted.grid = grids[2], s.sum.grid = grid_of(largest(s)) - (stats ? grids[0] : 0), s;
 }
-static State shard(const double *x, i64 from, i64 to, i64 target) { /* what one rank knows of a row */
+static State shard(i64 row, i64 from, i64 to) { /* what one rank knows of a row; after the rows, of the weights */
+    const double *x = logits + row * in.classes;
     State s = NO_CLASSES;
+    if (row == in.rows) {
+        for (i64 k = from; k < to; k++) add_wide(&s.weighted, weight[k], 0, 1);
+        return s;
+    }
+    i64 target = targets[row] == in.ignore ? -1 : targets[row];
     if (target >= from && target < to) s.target = x[target], s.held_weight = weight[target];
     if (!stats) s.held = s.target, s.argmax = target;
     for (i64 k = from; k < to; k++)
@@ -203,15 +210,25 @@ static State merge(State a, State b) {
     if (stats) add_class(&m, b.held, 0);
     return m;
 }
-static Row finish(i64 i) { /* of row i, as ranks do it: the states of shards are sent and merged */
+static State merged(i64 i) { /* of row i, as ranks do it: the states of shards are sent and merged */
     State s = NO_CLASSES;
     for (i64 k = 0, r = *order; k < in.shards; r = order[++k % in.shards])
-        s = sent(merge(s, sent(shard(logits + i * in.classes, split[r], split[r + 1], targets[i]))));
+        s = sent(merge(s, sent(shard(i, split[r], split[r + 1]), 0)), 0);
+    return s;
+}
+static void put_states(void) {
+    i64 rows = in.rows + (!stats && in.smoothing && in.weights);
+    for (i64 r = 0; r < in.shards; r++)
+        for (i64 i = 0; i < rows; i++) sent(shard(i, split[r], split[r + 1]), 1);
+    for (i64 i = 0; i < rows; i++) sent(merged(i), 1);
+}
+static Row finish(i64 i) {
+    State s = merged(i);
     double held = s.held, top = largest(s);
     View H = view(held), T = view(top);
     Row r = {s, H, T, value(s.sum, width), NAN, NAN, NAN, NAN, NAN, NAN, NAN, 0};
     i64 u = unit(s.sum, width), d = u - H.n, base = T.huge ? T.n : 0;
-    double S = stats && grid_of(held) - s.sum.grid > 250 ? 0 : r.G.high;
+    double S = r.G.high;
     int none = held == -INFINITY, alone = (H.huge || T.huge) && held != top && S > 0 && !none, less = held < top;
     if (isnan(top) || isnan(held) || held == INFINITY || (none && top == -INFINITY)) return r; /* nan */
     if (alone && !less) S = 0; /* the class held outweighs them by any factor */
@@ -278,7 +295,7 @@ static void losses(void) {
             put_element(ignored ? 0 : g * slope(logits[k]));
         }
     }
-    put(single(wide_value(sum).high / divisor));
+    put(single(wide_value(sum).high / divisor)), put_states();
 }
 static void put_gradient(i64 i, const Row *r, double entropy, double a, double b, double c) { /* of statistics */
     double l = c - b * (entropy - r->nll);
@@ -287,9 +304,9 @@ static void put_gradient(i64 i, const Row *r, double entropy, double a, double b
         Pair z = transform(logits[k]), h = r->H.z;
         double q = (l - a) + (-b) * ((z.high - h.high) + (z.low - h.low));
         double g = exponential(in.scale * r->N, logits[k], r);
-        g = g == 0 ? 0 : g * q;
-        if (j == targets[i]) g += in.scale * a;
-        if (j == r->s.argmax) g = in.scale * (l * r->p - a * (j == targets[i] ? r->p1 : r->p));
+        int is_target = j == targets[i] && j != in.ignore;
+        g = (g == 0 ? 0 : g * q) + (is_target ? in.scale * a : 0);
+        if (j == r->s.argmax) g = in.scale * (l * r->p - a * (is_target ? r->p1 : r->p));
         put_element(none ? 0 : g * slope(logits[k]));
     }
 }
@@ -298,11 +315,13 @@ static void statistics(void) {
         Row r = finish(i);
         Pair h = r.H.z, y = transform(r.s.target);
         double d = (y.high - h.high) + (y.low - h.low), a = targets[i] == in.ignore ? 0 : 1;
-        double O = r.R == 0 ? 0 : (times(r.G.high, r.rise) + gap(r.G, h, r.s.entropy, r.E)) * r.N;
+        double D = r.H.huge ? 0 : gap(r.G, h, r.s.entropy, r.E), O = r.R == 0 ? 0 : (times(r.G.high, r.nll) + D) * r.N;
         double entropy = times(r.p, r.nll) + O;
         put(single(a == 0 ? 0 : (d < 0 || isnan(d) ? d : 0) - r.nll)), put(single(entropy)), put(single(r.logsumexp));
         put_gradient(i, &r, entropy, a, 0.5, 0.25), put_gradient(i, &r, entropy, a, 0, 0);
+        put_gradient(i, &r, entropy, 0, 0, -0x1p-1074);
     }
+    put_states();
 }
 static void *numbers(void *v, size_t n) {
     return (v = realloc(v, 8 * n + 8)) && fread(v, 8, n, stdin) == n ? v : (exit(2), NULL);

@@ -207,7 +207,10 @@ def check_entropies_beside_far_logits(cuda, dtype):
 
 
 def check_statistics_beside_huge_logit(cuda):
-    logits = np.array([[3e38, 42.75, 0.365, 2e-4, 6e-5, 2e-5, 1e-5, 3e-6]], np.float32)
+    logits = np.array([[3e38, 42.75, 0.365, 2e-4, 6e-5, 2e-5, 1e-5, 3e-6]] * 4, np.float32)
+    logits[1:3, 0] = -3e38
+    logits[2, 1:] = [0.5, *[-3e38] * 3, *[-2e38] * 3]  # of all others the exponential is 0
+    logits[3] = -3e38
     problem = Problem(logits, None, FIELDS["statistics"])
     assert_states(states_on_device(cuda, problem), problem)
 

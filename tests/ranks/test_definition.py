@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pce_mpi.kernels import compiled, definition
-from pce_mpi.kernels.elementary import fma32
+from pce_mpi.kernels.elementary import any_two_product, fma32
 from pce_mpi.kernels.interface import (
     DOUBLE,
     ROW_GRADIENT,
@@ -49,6 +49,7 @@ MARGINS = [
 ]
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]
 ROWS = 8
+_MOST = float(np.finfo(np.float64).max)
 EVERY_TERM = LossTerms(*np.linspace(0.1, 0.3, len(LossTerms._fields)).tolist())
 
 
@@ -83,7 +84,7 @@ def logits_of(kind, classes, dtype, rng):
     elif kind == "huge":  # among them logits that differ by more than any exponential can tell
         x *= 10.0 ** rng.integers(0, 38, (ROWS, 1))
     elif kind == "largest":  # products with them overflow; some are equal
-        x = np.rint(x) / 32 * float(ml_dtypes.finfo(dtype).max)
+        x = np.clip(np.rint(x) / 8, -1, 1) * float(ml_dtypes.finfo(dtype).max)
     elif kind == "masked":
         x[rng.random(x.shape) < 0.3] = -np.inf
         x[rows, targets] = 1
@@ -152,6 +153,8 @@ def drawn(draw, kinds=KINDS, most=60):
     logits, targets = logits_of(kind, classes, dtype, rng)
     wide = dtype == np.float64 or draw(st.integers(0, 4)) == 0
     weight = rng.random(classes) * 10.0 ** rng.integers(-20, 3) if draw(st.booleans()) else None
+    if weight is not None and draw(st.integers(0, 3)) == 0:  # of every size
+        weight = np.ldexp(1.0 - rng.random(classes) / 2, rng.integers(-1073, 1025, classes))
     # Not positive, or no number; not in rows of only -inf, of which a class and no class weigh differently.
     if weight is not None and kind != "special" and draw(st.booleans()):
         weight *= rng.choice([1.0, -1.0, 0.0, np.nan, np.inf, -np.inf], classes, p=[0.5, 0.3, 0.1, 0.04, 0.03, 0.03])
@@ -416,6 +419,15 @@ def test_weight_that_is_nan_loses_ties(kernel, nan, precision):
         assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
 
 
+def test_nan_of_class_held_has_one_pattern(kernel):
+    rows = np.zeros((1, len(ROW_GRADIENT)))
+    rows[:, ROW_GRADIENT["valid"]] = np.array(1).view(np.float64)
+    rows[:, ROW_GRADIENT["held_gradient"]] = -np.float64(np.nan)
+    gradient = np.empty((1, 2, 1))
+    kernel.write_gradient(gradient, np.zeros((1, 2, 1)), rows, Pass(StateFields(), Transform(), DOUBLE), ClassWeights())
+    assert gradient[0, 0].tobytes() == np.array(np.nan).tobytes()
+
+
 def test_infinite_weight_makes_gradient_of_its_class_nan():
     weights = ClassWeights(np.array([np.inf, 1.0, 1.0]))
     problem = Drawn(np.ones((ROWS, 3)), np.zeros(ROWS, int), FIELDS["weighted"], Transform(), DOUBLE, weights)
@@ -439,6 +451,53 @@ def test_entropy_of_logits_scaled_below_huge(kernel, scale, precision):
     assert same_bits(problem.softmax(kernel, whole)[:], expected)
     for cuts in CUTS:
         assert cut_at(problem, kernel, cuts).tobytes() == whole.tobytes(), cuts
+
+
+def test_entropy_of_equal_huge_logits_is_logarithm(kernel):
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        classes = int(rng.integers(2, 6))
+        scale = float(10.0 ** rng.uniform(-5, 0))
+        least = int(62 - np.log2(scale))
+        values = np.append(np.ldexp(1 + rng.random(ROWS - 1), rng.integers(least, 1024, ROWS - 1)), _MOST)
+        logits = np.repeat(values[:, None] * rng.choice([-1.0, 1.0], (ROWS, 1)), classes, axis=1)
+        fields = FIELDS["statistics"]
+        problem = Drawn(logits, np.zeros(ROWS, int), fields, Transform(scale), DOUBLE, ClassWeights())
+        entropy = problem.softmax(kernel, problem.states(kernel))[:, ROW_SOFTMAX["entropy"]]
+        np.testing.assert_allclose(entropy, np.log(classes), rtol=1e-15, atol=0)
+
+
+def test_scaled_logits_near_largest_float64_keep_digits(kernel):
+    distances = np.linspace(0, 4, ROWS)[:, None] * 2.0**990
+    logits, scale = _MOST - distances * [0.0, 1.0], 1e-300
+    targets = np.ones(ROWS, int)
+    problem = Drawn(logits, targets, FIELDS["plain"], Transform(scale), DOUBLE, ClassWeights())
+    loss = problem.softmax(kernel, problem.states(kernel))[:, ROW_SOFTMAX["held_nll"]]
+    with mpmath.workprec(200):
+        z = [[mpmath.mpf(scale) * mpmath.mpf(x) for x in row] for row in logits.tolist()]
+        expected = [float(mpmath.log1p(mpmath.exp(other - held))) for other, held in z]
+    assert errors(loss, expected, np.float64).max() <= LOSS
+
+
+def test_smoothed_loss_with_largest_weight_is_finite(kernel):
+    weights = ClassWeights(np.array([1.0, _MOST]), None, 1e-10, 2)
+    problem = Drawn(np.ones((ROWS, 2)), np.zeros(ROWS, int), FIELDS["smoothed"], Transform(), DOUBLE, weights)
+    softmax = problem.softmax(kernel, problem.states(kernel))
+    np.testing.assert_allclose(softmax[:, ROW_SOFTMAX["weighted_nll"]], _MOST * np.log(2), rtol=1e-15)
+
+
+def test_error_of_any_product_is_rounded_once():
+    rng = np.random.default_rng(0)
+    a, b = (np.ldexp(rng.uniform(-1, 1, 4000), rng.integers(-1074, 1025, 4000)) for _ in range(2))
+    a[:10], a[10:20], a[20:30] = _MOST, np.nextafter(_MOST, 0), 0.0
+    exponents = rng.integers(-1090, -900, 3000)  # of products, most of which have subnormal errors
+    b[1000:] = np.ldexp(rng.uniform(-1, 1, 3000), exponents - np.frexp(a[1000:])[1])
+    with np.errstate(all="ignore"):
+        products, rests = any_two_product(a, b)
+    finite = np.isfinite(products) & np.isfinite(b)
+    assert finite.sum() > 3000
+    for x, y, p, rest in zip(*(array[finite].tolist() for array in (a, b, products, rests)), strict=True):
+        assert rest == float(Fraction(x) * Fraction(y) - Fraction(p)), (x.hex(), y.hex())
 
 
 def test_losses_at_any_odds_keep_digits(kernel):
@@ -488,6 +547,8 @@ def test_loss_is_quotient_of_sums(kernel, mean):
             np.testing.assert_array_equal(found[0], dtype.type(sum(losses) / divisor))
             np.testing.assert_array_equal(found[1], [divisor])
             assert found[0].dtype == dtype
+    loss, _ = kernel.loss_of(kernel.sums_of(np.array([np.inf]), np.array([np.inf])), True, np.dtype(np.float64))
+    assert loss.tobytes() == np.array(np.nan).tobytes()  # processors make one with a sign
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

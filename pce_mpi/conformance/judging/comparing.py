@@ -371,7 +371,8 @@ def difference(got: Array, one: Array, where: Callable[[int], str] = lambda plac
 
 def _bytes(array: Array) -> Array:
     """Return the bytes of each number, with one nan for all."""
-    one_nan = np.where(np.isnan(array.astype(np.float64)), np.asarray(np.nan, array.dtype), array)
+    is_nan = np.isnan(array.astype(np.float64))
+    one_nan = np.where(is_nan, np.asarray(np.nan, array.dtype), array) if is_nan.any() else array
     return np.frombuffer(one_nan.tobytes(), np.uint8).reshape(array.size, array.itemsize)
 
 

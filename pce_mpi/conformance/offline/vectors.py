@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata, resources
 import inspect
+from itertools import pairwise
 import json
 import os
 from pathlib import Path
@@ -34,8 +35,11 @@ from pce_mpi.conformance.runs.running import settle
 from pce_mpi.conformance.serialization import from_json, to_json
 from pce_mpi.distributed.tensor_files import TensorFile
 from pce_mpi.kernels.elementary import VERSION
+from pce_mpi.kernels.interface import Pass, StateFields
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.problem import check
+from pce_mpi.loss.passes import loss_fields, with_class_weights
+from pce_mpi.loss.problem import Problem as LossProblem, check, rows_and_classes
+from pce_mpi.loss.statistics import statistics_fields
 from pce_mpi.text import shortened, shown
 
 _FORMAT = {"format": "pce_mpi conformance vectors", "version": 2}
@@ -279,8 +283,11 @@ def _part(problem: Problem, dlogits: Array | None, rank: int) -> Array | None:
 
 _BIT_DTYPES = "float32", "bfloat16", "float16", "float64"
 _ROWS, _CLASSES, _SPLITS = 6, 37, (0, 5, 5, 21, 37)
-# The gradients of the statistics from which `dstatistics` follows.
+# The gradients of the statistics from which `dstatistics` follows, and those of one of them alone: products with the
+# second are zeros with a sign.
 _UPSTREAM = {"log_prob": 1.0, "entropy": 0.5, "logsumexp": 0.25}
+_UPSTREAM_OF_ONE = {"log_prob": 1.0, "logsumexp": -(2.0**-1074)}
+_MOST = float(np.finfo(np.float64).max)
 # Options by name; statistics have those that are functions of the logits.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -311,12 +318,13 @@ def bit_vectors() -> Iterator[Vector]:
                     continue  # its logits cannot be huge; its arithmetic is double anyway
                 chosen = {"reduction": "mean", **options}
                 more = {"weight": _weight()} if chosen.pop("weight", False) else {}
-                yield _vector(f"{dtype}/{name}/{kind}", chosen, *_drawn(dtype, kind), **more)
+                yield vector_of(f"{dtype}/{name}/{kind}", chosen, *_drawn(dtype, kind), **more)
     for called, options, problem in _edges():
-        yield _vector(called, options, **problem)
+        yield vector_of(called, options, **problem)
 
 
-def _vector(called: str, options: dict[str, Any], logits: Array, targets: Array, **more: Array) -> Vector:
+def vector_of(called: str, options: dict[str, Any], logits: Array, targets: Array, **more: Array) -> Vector:
+    """Return a vector with bits, of a problem whose classes are cut at `_SPLITS`."""
     tensors = {"logits": logits, "targets": targets, **more}
     results = _results_of(options, **tensors)
     others = {name: value for name, value in options.items() if name != "reduction"}
@@ -335,14 +343,37 @@ def _results_of(
     """Return the results of a problem by name, in one process."""
     value, residuals = loss.softmax_cross_entropy_forward(logits, targets, weight=weight, **options)
     results = {"loss": value, "dlogits": loss.softmax_cross_entropy_backward(dloss, residuals)}
+    results["loss_states"] = _states_of(residuals.problem, loss_fields(residuals.problem))
     if weight is None and not options.keys() - _OF_LOGITS - {"reduction"}:
         of_logits: Any = {name: options[name] for name in _OF_LOGITS & options.keys()}
         statistics, of_statistics = loss.class_statistics_forward(logits, targets, **of_logits)
         results |= {name: np.asarray(getattr(statistics, name)) for name in _UPSTREAM}
         results["dstatistics"] = loss.class_statistics_backward(of_statistics, **_UPSTREAM)
+        results["statistics_states"] = _states_of(of_statistics.problem, statistics_fields(with_targets=True))
         if "ignore_index" in options:
-            results["dlog_prob"] = loss.class_statistics_backward(of_statistics, log_prob=1.0)
+            for name, gradient in _UPSTREAM_OF_ONE.items():
+                results[f"d{name}"] = loss.class_statistics_backward(of_statistics, **{name: gradient})
     return results
+
+
+def _states_of(problem: LossProblem, fields: StateFields) -> Array:
+    """Return the states of the shards, and last what they merge to, (shards + 1, rows, bytes)."""
+    kernel, how, weights = problem.kernel, Pass(fields, problem.transform, problem.precision), problem.class_weights
+    logits, columns = rows_and_classes(problem.logits, problem.options.axis), problem.target_column
+    assert columns is not None  # targets are class numbers
+    shards = []
+    for start, stop in pairwise(_SPLITS):
+        weight = None if weights.weight is None else weights.weight[start:stop]
+        of_shard = weights._replace(weight=weight)
+        states = kernel.fill_states(logits[:, start:stop], columns - start, how, of_shard, start)
+        if fields.weighted_logit and weight is not None:
+            states = with_class_weights(states, kernel.sums_of(weight)[0], fields, np)
+        shards.append(states)
+    merged = shards[0].copy()
+    for states in shards[1:]:
+        kernel.merge(states, merged, how)
+    every = np.array([*shards, merged])
+    return every.view(np.uint8).reshape(*every.shape, fields.dtype.itemsize)
 
 
 def _edges() -> Iterator[tuple[str, dict[str, Any], dict[str, Array]]]:
@@ -380,10 +411,92 @@ def _edges() -> Iterator[tuple[str, dict[str, Any], dict[str, Array]]]:
     yield "float64/edges/overflow", none | {"logit_scale": 64.0}, problem
     yield "float64/edges/smooth-overflow", none | smoothing | {"logit_scale": 64.0}, problem
 
+    yield from _edges_of_size(large)
+
     weight = _weight()
     weight[1:3] = 1.0, -1.0
     problem = {"logits": small, "targets": np.array([1, 2, 1, 2, -100, -100]), "weight": weight}
     yield "float32/edges/no-weight", {"reduction": "mean", **smoothing}, problem | {"dloss": np.array(2.0)}
+
+
+def _edges_of_size(ordinary: Array) -> Iterator[tuple[str, dict[str, Any], dict[str, Array]]]:
+    """Yield problems whose logits, weights or gradients are as large or as small as float64 has them, or zeros."""
+    none, targets = {"reduction": "none"}, np.arange(3, 9)
+
+    x = ordinary.copy()
+    x[0, [3, 4]], x[1, [3, 4]], x[2], x[4, 7] = _MOST, 2.0**997, -(2.0**997), _MOST
+    x[3, [6, 30]], x[4, 9], x[5, [4, 6]] = 1.125 * 2.0**62, np.nextafter(_MOST, 0.0), 1.25 * 2.0**100
+    yield "float64/edges/ties-of-large", none | {"logit_scale": 0.001}, {"logits": x, "targets": targets}
+
+    problem = {"logits": _MOST - (ordinary + 8.0) * 2.0**999, "targets": targets}
+    yield "float64/edges/low-of-large", none | {"logit_scale": 1e-300}, problem
+
+    offsets = np.array([2.0**21, -(2.0**22), 2.0**24, 2.0**26, -(2.0**28), 2.0**29])
+    yield "float64/edges/far", none, {"logits": ordinary + offsets[:, None], "targets": targets}
+
+    x = ordinary.copy()
+    x[0, 3], x[1, 4], x[2, 9], x[3, [6, 7]], x[4, 9] = 2.0**70, _MOST, 2.0**80, [2.0**80, 2.0**70], -(2.0**997)
+    problem = {"logits": x, "targets": targets, "dloss": np.full(_ROWS, -1.5)}
+    yield "float64/edges/held-alone", none, problem
+
+    # A class number that is ignored is the target of no row; -0.0 is held, and the largest of others.
+    x = np.full((_ROWS, _CLASSES), 5.0)
+    x[1::2] = -0.0
+    x[2:4, 2:] = -np.inf
+    problem = {"logits": x, "targets": np.array([0, 1, 0, 1, 1, 0])}
+    yield "float64/edges/ignored-class", none | {"ignore_index": 0}, problem
+    yield "float32/edges/ignored-class", none | {"ignore_index": 0}, problem | {"logits": x.astype(np.float32)}
+
+    # Between two numbers of half precision, but for a digit that float32 does not have.
+    for dtype, digits in ("float16", 11), ("bfloat16", 8):
+        x = np.full((_ROWS, _CLASSES), -np.inf)
+        x[:, [3, 20]] = 0.0
+        dloss = 2.0 + 2.0 ** (1 - digits) + np.array([0.0, 1.0, -1.0, 2.0, -2.0, 4.0]) * 2.0**-40
+        problem = {"logits": x.astype(dtype_named(dtype)), "targets": np.full(_ROWS, 3), "dloss": dloss}
+        yield f"{dtype}/edges/between", none | {"compute_dtype": "float64"}, problem
+
+    yield from _edges_of_weights(ordinary, targets)
+
+
+def _edges_of_weights(ordinary: Array, targets: Array) -> Iterator[tuple[str, dict[str, Any], dict[str, Array]]]:
+    """Yield problems whose weights, or products with them, are at the ends of float64."""
+    none, smoothing = {"reduction": "none"}, {"label_smoothing": 0.125}
+
+    x, weight = ordinary.copy(), _weight()
+    x[1, 9], weight[9] = 2.0**34, _MOST
+    problem = {"logits": x, "targets": targets, "weight": weight}
+    yield "float64/edges/large-weight", none | {"label_smoothing": 1e-10}, problem
+
+    x, weight = np.zeros((_ROWS, _CLASSES)), _weight()
+    weight[20:23] = 2.0**40, 1.0 + 2.0**-52, -1.5
+    x[0, 20], x[1, 20], x[3, 22], x[4] = 2.0**1000, -(2.0**1000), 2.0**900, 1.25 * 2.0**1000
+    x[2, 21] = 1.0 - 2.0**-52  # the product is rounded to 1, and needs a coarser grid than it would exactly
+    yield "float64/edges/large-products", none | smoothing, {"logits": x, "targets": targets, "weight": weight}
+
+    x, weight = ordinary.copy(), _weight()
+    x[0, 9], x[1, 9], x[2, 9], x[3, 6], x[5] = np.nan, _MOST, -_MOST, _MOST, -_MOST
+    weight[3:6] = 0.0
+    problem = {"logits": x, "targets": targets, "weight": weight}
+    yield "float64/edges/zero-weight", none | smoothing | {"logit_scale": 64.0}, problem
+
+    x, weight = ordinary.copy(), _weight()
+    x[0], x[0, 3], x[1, 9], weight[3:6], weight[6] = -np.inf, 1.0, np.inf, np.inf, -1.0
+    problem = {"logits": x, "targets": targets, "weight": weight}
+    yield "float64/edges/certain-infinite-weight", none, problem
+    yield "float64/edges/infinite-mean", {"reduction": "mean"}, problem
+    yield "float32/edges/infinite-mean", {"reduction": "mean"}, problem | {"logits": x.astype(np.float32)}
+    yield "float64/edges/only-smoothing", none | {"label_smoothing": 1.0}, problem
+
+    problem = {"logits": ordinary + 64.0, "targets": targets, "weight": _weight() * 2.0**1023}
+    yield "float64/edges/large-total", none | {"z_loss": 2.0**1015}, problem
+
+    x, weight = np.full((_ROWS, _CLASSES), -(2.0**38)), np.zeros(_CLASSES)
+    x[:, 3:6] = np.array([-4343872457926681 / 2.0**14, -453932013787835 / 2.0**16, 7732713948642155 / 2.0**36])
+    x[1::2] = ordinary[1::2] - 2.0**40
+    weight[3:6] = np.array([8.0, 13.0, 454.0]) * 2.0**-1074
+    weight[6:] = (1.0 + np.arange(6, _CLASSES) / _CLASSES) * 2.0**-1015  # whose products have subnormal errors
+    problem = {"logits": x, "targets": np.array([3, 4, 5, 3, 4, 5]), "weight": weight}
+    yield "float64/edges/subnormal-weights", none | {"label_smoothing": 1.0}, problem
 
 
 def _drawn(dtype: str, kind: str) -> tuple[Array, Array]:
