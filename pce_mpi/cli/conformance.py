@@ -92,8 +92,9 @@ _OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (
         "--timeout",
         {"type": positive_real, "metavar": "S"},
-        f"seconds without a sign of life after which a case is deadlocked, {DEFAULT_TIMEOUT:g} unless given, with "
-        f"--large {LARGE_TIMEOUT:g}; a sixth of that, 5 s at least, where one rank has raised",
+        f"seconds without a sign of life after which a case is deadlocked, or slow, {DEFAULT_TIMEOUT:g} unless given, "
+        f"with --large {LARGE_TIMEOUT:g}; a sixth of that, 5 s at least, where one rank has raised. The time in which "
+        "answers are judged has no limit",
     ),
     ("--seed", {"type": natural, "default": 0, "metavar": "K"}, "seed of the random numbers"),
     ("--rows", {"type": positive, "metavar": "R"}, "rows, in place of each case's own"),
@@ -405,8 +406,9 @@ class _Display:
                 self._bar.say(textwrap.indent(visible(text), "    "))
             self._said = text
 
-    def waiting(self, seconds: float, timeout: float) -> None:
-        self._bar.tell(f"(silent for {seconds:.0f} s, deadlocked at {timeout:.0f} s)")
+    def waiting(self, seconds: float, timeout: float | None) -> None:
+        limit = "judging" if timeout is None else f"deadlocked at {timeout:.0f} s"
+        self._bar.tell(f"(silent for {seconds:.0f} s, {limit})")
 
     def printed(self, text: str) -> None:
         if text:

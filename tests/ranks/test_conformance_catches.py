@@ -229,6 +229,12 @@ PLANTED = [
     Planted("loss_on_rank_0_alone", "same-on-every-rank", "the ranks' losses differ: the loss is wrong on rank", 2),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "loss is", 2),
     Planted("other_bits_on_other_ranks", "same-bits/float32", "the bits differ from one rank's (", ranks=2),
+    Planted(
+        "means_of_chunks_added", "random-logits/float32", "means of chunks of 4 rows are added up, and chunks count "
+    ),
+    Planted("means_of_chunks_averaged", "random-logits/float32", "means of chunks of 4 rows are averaged, and chunks "),
+    Planted("ignore_index_not_looked_at", "ignored/inside", "ignore_index is not looked at ("),
+    Planted("ignore_index_not_looked_at", "ignored/negative", "ignore_index is not looked at ("),
     Planted("overwrites_logits", "inputs-unmodified", "logits were modified"),
     Planted("gradient_in_the_logits", "results-not-aliased", "the gradient shares memory with logits", kinds=ALIASED),
 ]

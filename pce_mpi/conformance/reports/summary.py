@@ -22,7 +22,7 @@ MEANING = {
     Verdict.DEADLOCKED: "some ranks never returned, and others had raised or returned",
     Verdict.KNOWN: "failed, as the file given with --known says",
     Verdict.NOT_RUN: "left out, as those before it ended alike, or the candidate did not start again",
-    Verdict.SLOW: "no rank returned in time: all were inside the candidate, or still moving",
+    Verdict.SLOW: "not done in time: all ranks were at the same step, or still moving",
 }
 
 _GRADIENT = {
