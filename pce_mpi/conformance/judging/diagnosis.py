@@ -483,8 +483,28 @@ def _place_of_loss(b: Textbook, q: _Quantity) -> str | None:
 
 def _place_of_gradient(b: Textbook, q: _Quantity) -> str | None:
     """Describe the errors of a gradient (rows, classes); None if they have no pattern."""
+    if text := _other_logits(b, q):
+        return text
     where = [] if q.wrong.all() else _smallest(q.wrong, _entries(b, q.truth))
     return _sentence("gradient", where, _relation(b, q, q.wrong))
+
+
+def _other_logits(b: Textbook, q: _Quantity) -> str | None:
+    """Name a logsumexp of other logits: probabilities of a row that are all too large, or too small, by one factor."""
+    if "targets" not in b.problem.kind.arrays or not b.valid.any():
+        return None
+    factor = b.slope * (b.g / b.divisor)[:, None]
+    of_lse = b.total + sum(derivative for _, derivative in b.of_lse())
+    probabilities = (q.got / factor + b.u) / of_lse[:, None]
+    sums = probabilities.sum(axis=-1)
+    close = np.abs(probabilities - sums[:, None] * b.p).max(axis=-1, initial=0.0) <= q.close * b.p.max(axis=-1)
+    off = np.where(b.valid, np.abs(sums - 1.0), 0.0)
+    row = int(np.argmax(off))
+    # One factor in all rows is another fault; rows of halves are off by roundings.
+    if not close[b.valid].all() or off[row] <= 2.0 * q.close or np.ptp(sums[b.valid]) <= q.close:
+        return None
+    text = f"the probabilities of {b.problem.row_name(row)} sum to {sums[row]:.6g}, and have to sum to 1"
+    return f"the gradient is wrong: its logsumexp is of other logits than its own, as of a rounded forward pass: {text}"
 
 
 def _sentence(name: str, where: list[str], relation: str) -> str | None:

@@ -305,30 +305,44 @@ _ALIKE = 3
 
 
 def run_cases(
-    orders: Orders, ranks: Sequence[int], *, timeout: float, display: Display, known: Sequence[str] = ()
+    orders: Orders,
+    ranks: Sequence[int],
+    *,
+    timeout: float,
+    display: Display,
+    known: Sequence[str] = (),
+    to_first: bool = False,
 ) -> Report:
     """Run the cases that `orders` select on each of the numbers of `ranks`, in as many launches as necessary.
 
     After `timeout` seconds without a sign of life a case is deadlocked; cases that fit `known` are known to fail, and
-    fail if they pass. Returns what there is after a KeyboardInterrupt. Raises `LaunchError` if ranks cannot be started
-    or the candidate cannot be loaded. Leaves no process behind.
+    fail if they pass. `to_first`: the first other case that fails ends the run. Returns what there is after a
+    KeyboardInterrupt. Raises `LaunchError` if ranks cannot be started or the candidate cannot be loaded. Leaves no
+    process behind.
     """
     outcomes: list[Outcome] = []
     offer, versions = Offer(), dict[str, str]()
-    interrupted = False
+    interrupted = stopped = False
     for size in ranks:
         run, of_size = Run(orders, size, timeout, display), list[Outcome]()
         try:
             with closing(_outcomes(run)) as results:
-                of_size.extend(results)
+                for outcome in results:
+                    of_size.append(outcome)
+                    if to_first and outcome.failed and not any(fits(outcome.case, pattern) for pattern in known):
+                        stopped = True
+                        break
         except KeyboardInterrupt:
             if not of_size and not outcomes:
                 raise
             interrupted = True
         if run.offer is not None:
             offer, versions = run.offer, run.versions
+        if stopped:
+            left = [name for name in run.cases if name not in {outcome.case for outcome in of_size}]
+            of_size += [run.outcome(name, Verdict.NOT_RUN, f"not run, as {of_size[-1].case} failed") for name in left]
         outcomes += of_size
-        if interrupted:
+        if interrupted or stopped:
             break
     _compare_with_known(outcomes, known)
     agree(outcomes)
