@@ -113,8 +113,8 @@ def run_case(
     pass
     """
     offer = offer_of(candidate) if offer is None else offer
-    size = {"rows": rows, "classes": classes}
-    return run_and_tell(candidate, case, comm, tolerance=tolerance, seed=seed, offer=offer, **size)
+    settings: dict[str, Any] = {"tolerance": tolerance, "seed": seed, "rows": rows, "classes": classes, "offer": offer}
+    return run_and_tell(candidate, case, comm, **settings)
 
 
 def run_and_tell(
