@@ -273,7 +273,7 @@ class _Quantity:
         """Return True if some rows of many show that `other` does not explain the numbers."""
         if self._sample.step == 1:
             return False
-        floor = np.broadcast_to(self.floor, (len(self.got), 1))[self._sample]
+        floor = np.broadcast_to(self.floor, self.got.shape)[self._sample]
         rows = {name: getattr(self, name)[self._sample] for name in ("got", "truth", "wrong", "alone")}
         return not replace(self, floor=floor, **rows).distance(other[self._sample]) <= self.close
 
