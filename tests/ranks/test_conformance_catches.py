@@ -187,12 +187,12 @@ PLANTED = [
     Planted(
         "first_class_of_a_shard",
         "targets-at-shard-borders/equal",
-        "in rows whose target is the first class of a shard only",
+        "a mask begins a class too late",
     ),
     Planted(
         "last_class_of_a_shard",
         "targets-at-shard-borders/equal",
-        "in rows whose target is the last class of a shard only",
+        "a mask ends a class too early",
     ),
     Planted(
         "one_subtracted_on_every_shard",
