@@ -46,8 +46,8 @@ NUMBERS = {
     textbook.GlobalNumbersForLocal: "global class numbers are taken for numbers of each rank's own classes (",
     textbook.TargetClampedNotMasked: "a target of another rank is taken for a class of this one: it is clamped,",
     textbook.MaskEndsTooLate: "the first class of the next shard is taken for a class of this one: a mask ends",
-    textbook.MaskBeginsTooLate: "the first class of each shard is taken for one of another: a mask begins a class too",
-    textbook.MaskEndsTooEarly: "the last class of each shard is taken for one of another: a mask ends a class too",
+    shards.FirstClassOfAShard: "the first class of each shard is taken for one of another: a mask begins a class too",
+    shards.LastClassOfAShard: "the last class of each shard is taken for one of another: a mask ends a class too",
     textbook.TargetWrappedNotMasked: WRAPPED,
     textbook.GlobalNumberWrapped: WRAPPED,
     shards.EqualShardsAssumed: "class_start is taken for the rank times its number of classes, which is right where "

@@ -90,24 +90,6 @@ class MaskEndsTooLate(ByHand):
         super().coefficients(s)
 
 
-class MaskBeginsTooLate(ByHand):
-    """A rank does not take its first class for its own."""
-
-    def coefficients(self, s):
-        if not s.with_probabilities:
-            s.mine = s.mine & (s.t != s.class_start)
-        super().coefficients(s)
-
-
-class MaskEndsTooEarly(ByHand):
-    """A rank does not take its last class for its own."""
-
-    def coefficients(self, s):
-        if not s.with_probabilities:
-            s.mine = s.mine & (s.t != s.class_start + s.classes - 1)
-        super().coefficients(s)
-
-
 class TargetWrappedNotMasked(ByHand):
     """The number of a target is taken modulo the number of this rank's classes, on every rank."""
 
