@@ -213,18 +213,6 @@ PLANTED = [
     Planted("global_numbers_for_local", "random-logits/float32", "global class numbers are taken for numbers of", 2),
     Planted("backward_sees_other_logits", "random-logits/float32", "the probabilities of row 2 sum to 1.00"),
     Planted("mask_ends_too_late", "targets-at-shard-borders/equal", "is taken for a class of this one: a mask ends", 2),
-    Planted(
-        "mask_begins_too_late",
-        "targets-at-shard-borders/equal",
-        "taken for one of another: a mask begins a class too",
-        1,
-    ),
-    Planted(
-        "mask_ends_too_early",
-        "targets-at-shard-borders/equal",
-        "taken for one of another: a mask ends a class too e",
-        1,
-    ),
     Planted("target_clamped_not_masked", "random-logits/float32", "it is clamped, and not masked", 2),
     Planted("target_wrapped_not_masked", "random-logits/float32", "its number is wrapped, and not masked", 2),
     Planted("global_number_wrapped", "many-classes/float32", "its number is wrapped, and not masked", 2),
