@@ -46,81 +46,95 @@ FILES = {
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _FILE: dict[str, Any] = {"metavar": "FILE"}
 _FOLDER: dict[str, Any] = {"metavar": "DIR"}
-_PATTERNS: dict[str, Any] = {"action": "append", "metavar": "PATTERN"}
+_PATTERNS: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "PATTERN"}
 _REPORT: dict[str, Any] = {"type": writable_file, "metavar": "FILE"}
-# The name of each option, its settings, and what it is for.
-_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    (
-        "candidate",
-        {"nargs": "?", "default": ""},
-        "package.module:candidate, path/to/file.py:candidate, or one of " + ", ".join(NAMED_CANDIDATES),
+# The name of each option, its settings, and what it is for, by groups of `--help`.
+_OPTIONS: dict[str, tuple[tuple[str, dict[str, Any], str], ...]] = {
+    "what is judged": (
+        (
+            "candidate",
+            {"nargs": "?", "default": ""},
+            "package.module:candidate, path/to/file.py:candidate, or one of " + ", ".join(NAMED_CANDIDATES),
+        ),
+        (
+            "-n",
+            {"nargs": "+", "default": ["3"], "metavar": "N"},
+            "how many ranks to start; all cases are run at each of several numbers. 3 unless given, as a power of two "
+            "hides what recursive doubling gets wrong",
+        ),
+        ("--oversubscribe", _FLAG, "start more ranks than the cores of this machine are sure to bear"),
+        (
+            "--adapter",
+            {"choices": FUNCTION_ADAPTERS},
+            "the candidate is a function on shards of that framework: (logits, targets, group, **options) on torch's "
+            "tensors, or (logits, targets, axis_name=..., **options) under jax.shard_map",
+        ),
     ),
-    (
-        "-n",
-        {"nargs": "+", "default": ["3"], "metavar": "N"},
-        "how many ranks to start; all cases are run at each of several numbers. 3 unless given, as a power of two "
-        "hides what recursive doubling gets wrong",
+    "which cases": (
+        ("--case", _PATTERNS | {"dest": "patterns"}, "only these cases, families, or shell patterns"),
+        (
+            "--except",
+            _PATTERNS | {"dest": "but", "default": []},
+            "all cases but these, families, or shell patterns",
+        ),
+        (
+            "--known",
+            _FILE,
+            "cases that are known to fail, a name or pattern in each line (# begins a comment): the run passes if no "
+            "other case fails, and fails if one of these passes",
+        ),
+        (
+            "--dtype",
+            {"dest": "dtypes", "action": "append", "choices": DTYPES},
+            "only cases with logits of this dtype; may be repeated. Cases without a dtype in their name come in one "
+            f"dtype only: the first of {', '.join(DTYPES)} that is offered and among these",
+        ),
+        (
+            "--large",
+            _FLAG,
+            "also vocabularies of models, 65,536 tokens, and a shard of more than 2**31 elements: in float16 that "
+            "takes 4 GiB for logits, as much for their gradient, and what the candidate takes besides; where shards "
+            "must be equal, on each rank",
+        ),
+        ("--list", _FLAG, "list the cases and what each catches; run nothing"),
     ),
-    ("--oversubscribe", _FLAG, "start more ranks than the cores of this machine are sure to bear"),
-    (
-        "--adapter",
-        {"choices": FUNCTION_ADAPTERS},
-        "the candidate is a function on shards of that framework: (logits, targets, group, **options) on torch's "
-        "tensors, or (logits, targets, axis_name=..., **options) under jax.shard_map",
+    "how a case is judged": (
+        ("--strict", _FLAG, "allow little more than the best that can be had"),
+        ("--tolerance", {"type": positive_real, "default": 1.0, "metavar": "X"}, "multiply what is allowed by this"),
+        ("--seed", {"type": natural, "default": 0, "metavar": "K"}, "seed of the random numbers"),
+        ("--rows", {"type": positive, "metavar": "R"}, "rows, in place of each case's own"),
+        ("--classes", {"type": positive, "metavar": "C"}, "classes, in place of each case's own"),
     ),
-    ("--case", _PATTERNS | {"dest": "patterns"}, "only this case, family, or shell pattern; may be repeated"),
-    (
-        "--except",
-        _PATTERNS | {"dest": "but", "default": []},
-        "all cases but this one, family, or shell pattern; may be repeated",
+    "how the run ends": (
+        ("-x", _FLAG | {"dest": "to_first"}, "end the run with the first case that fails"),
+        (
+            "--timeout",
+            {"type": positive_real, "metavar": "S"},
+            f"seconds without a sign of life after which a case is deadlocked, or slow, {DEFAULT_TIMEOUT:g} unless "
+            f"given, with --large {LARGE_TIMEOUT:g}; a sixth of that, 5 s at least, where one rank has raised. The "
+            "time in which answers are judged has no limit",
+        ),
+        (
+            "--memory",
+            {"type": positive_real, "metavar": "GIB"},
+            "memory that each process of a rank may take, beyond which it gets a MemoryError; on Linux",
+        ),
     ),
-    (
-        "--known",
-        _FILE,
-        "cases that are known to fail, a name or pattern in each line (# begins a comment): the run passes if no other "
-        "case fails, and fails if one of these passes",
+    "the report, and files for other programs": (
+        ("--report", _FILE, "run nothing, but write a report that --json wrote in the other forms"),
+        ("--export", _FOLDER, "run nothing, but write the problems and their exact answers as files to DIR"),
+        (
+            "--ranks",
+            {"type": positive, "nargs": "+", "default": [4], "metavar": "N"},
+            "numbers of shards in what --export writes",
+        ),
+        ("--bits", _FLAG, "with --export: write problems with the bits of their results, in place of exact answers"),
+        ("--vectors", _FOLDER, "run nothing, but judge --results against the vectors in DIR"),
+        ("--results", _FILE, "answers to --vectors, by any program"),
     ),
-    (
-        "--dtype",
-        {"dest": "dtypes", "action": "append", "choices": DTYPES},
-        "only cases with logits of this dtype; may be repeated. Cases without a dtype in their name come in one dtype "
-        f"only: the first of {', '.join(DTYPES)} that is offered and among these",
-    ),
-    ("--list", _FLAG, "list the cases and what each catches; run nothing"),
-    ("--strict", _FLAG, "allow little more than the best that can be had"),
-    ("--tolerance", {"type": positive_real, "default": 1.0, "metavar": "X"}, "multiply what is allowed by this"),
-    (
-        "--timeout",
-        {"type": positive_real, "metavar": "S"},
-        f"seconds without a sign of life after which a case is deadlocked, {DEFAULT_TIMEOUT:g} unless given, with "
-        f"--large {LARGE_TIMEOUT:g}; a sixth of that, 5 s at least, where one rank has raised",
-    ),
-    ("--seed", {"type": natural, "default": 0, "metavar": "K"}, "seed of the random numbers"),
-    ("--rows", {"type": positive, "metavar": "R"}, "rows, in place of each case's own"),
-    ("--classes", {"type": positive, "metavar": "C"}, "classes, in place of each case's own"),
-    (
-        "--large",
-        _FLAG,
-        "also vocabularies of models, 65,536 tokens, and a shard of more than 2**31 elements: in float16 that takes 4 "
-        "GiB for logits, as much for their gradient, and what the candidate takes besides; where shards must be equal, "
-        "on each rank",
-    ),
-    (
-        "--memory",
-        {"type": positive_real, "metavar": "GIB"},
-        "memory that each process of a rank may take, beyond which it gets a MemoryError; on Linux",
-    ),
-    ("--report", _FILE, "run nothing, but write a report that --json wrote in the other forms"),
-    ("--export", _FOLDER, "run nothing, but write the problems and their exact answers as files to DIR"),
-    (
-        "--ranks",
-        {"type": positive, "nargs": "+", "default": [4], "metavar": "N"},
-        "numbers of shards in what --export writes",
-    ),
-    ("--bits", _FLAG, "with --export: write problems with the bits of their results, in place of exact answers"),
-    ("--vectors", _FOLDER, "run nothing, but judge --results against the vectors in DIR"),
-    ("--results", _FILE, "answers to --vectors, by any program"),
-)
+}
+# The group of the options that write the report.
+_WRITES = "the report, and files for other programs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,8 +147,11 @@ examples:
 What the candidate prints is shown, by rank, where a single case is run, and where a case crashes.
 Exit status: 0 if nothing failed, 1 if something did, 2 if nothing was run or judged or the report could not be written,
 130 if interrupted."""
-    for name, settings, what in (*_OPTIONS, *((f"--{form}", _REPORT, text) for form, (_, text) in FILES.items())):
-        parser.add_argument(name, **settings, help=what)
+    for title, options in _OPTIONS.items():
+        group = parser.add_argument_group(title)
+        files = FILES if title == _WRITES else {}
+        for name, settings, what in (*((f"--{form}", _REPORT, text) for form, (_, text) in files.items()), *options):
+            group.add_argument(name, **settings, help=what)
 
 
 # The characters of an error: some hold what a file has, or what ranks printed.
@@ -187,6 +204,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, display: _Display) -> int:
+    _find_candidate(options)
     sizes = _sizes(options)
     given = {each.name: getattr(options, each.name) for each in fields(Orders) if each.name in options}
     settled: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
@@ -223,7 +241,7 @@ def _run(options: argparse.Namespace, display: _Display) -> int:
     else:
         ranks = f"{' and then '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
         print(f"starting {ranks} with {orders.candidate}", file=sys.stderr, flush=True)
-        report = run_cases(orders, sizes, timeout=timeout, display=display, known=known)
+        report = run_cases(orders, sizes, timeout=timeout, display=display, known=known, to_first=options.to_first)
     display.close()
     written = _written(report, renderers)
     if report.interrupted:
@@ -255,10 +273,16 @@ def _written(report: Report, renderers: dict[Path, Callable[[Report], str]]) -> 
     return not problems
 
 
+def _find_candidate(options: argparse.Namespace) -> None:
+    """Find a candidate that follows several values of an option, as in `-n 2 3 own_loss.py:cross_entropy`."""
+    for values in (options.n, options.patterns or [], options.but):
+        last = values[-1] if len(values) > 1 else ""
+        if not options.candidate and (":" in last or last in NAMED_CANDIDATES):
+            options.candidate = values.pop()
+
+
 def _sizes(options: argparse.Namespace) -> list[int]:
-    """Return the numbers of ranks; the candidate may follow them, as in `-n 2 3 own_loss.py:cross_entropy`."""
-    if not options.candidate and len(options.n) > 1 and not options.n[-1].isdecimal():
-        options.candidate = options.n.pop()
+    """Return the numbers of ranks."""
     sizes = [positive(text) for text in options.n]
     if max(sizes) > (most := most_ranks()) and not options.oversubscribe:
         raise argparse.ArgumentTypeError(
@@ -405,8 +429,9 @@ class _Display:
                 self._bar.say(textwrap.indent(visible(text), "    "))
             self._said = text
 
-    def waiting(self, seconds: float, timeout: float) -> None:
-        self._bar.tell(f"(silent for {seconds:.0f} s, deadlocked at {timeout:.0f} s)")
+    def waiting(self, seconds: float, timeout: float | None) -> None:
+        limit = "judging" if timeout is None else f"deadlocked at {timeout:.0f} s"
+        self._bar.tell(f"(silent for {seconds:.0f} s, {limit})")
 
     def printed(self, text: str) -> None:
         if text:

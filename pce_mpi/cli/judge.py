@@ -18,6 +18,8 @@ from pce_mpi.conformance.text import visible
 from pce_mpi.text import Cell, bounded, table
 
 _WORST = 10
+# ... and so many of those that are left out.
+_NAMED = 4
 _MOST_TEXT = 2_000
 
 
@@ -90,12 +92,17 @@ def _report(recording: Recording, judged: Judged) -> Iterator[str]:
 
 
 def _table_of(recording: Recording, differences: Differences) -> Iterator[str]:
-    counted = np.flatnonzero(differences.valid)
+    counted = differences.compared
     columns = {"difference": differences.whole} | {name: differences.parts[name] for name in PARTS}
     yield f"log_prob of {len(counted)} tokens: the rollout's less that of {recording.path}"
+    shape = recording.rows_shape
+    for why, these in differences.left_out():
+        count = "1 token is" if len(these) == 1 else f"{len(these)} tokens are"
+        names = ", ".join(row_name(shape, int(row)) for row in these[:_NAMED])
+        more = f" and {len(these) - _NAMED} more" * (len(these) > _NAMED)
+        yield wrapped("", f"{count} {why} ({names}{more}). Means and tables are without them")
     if not len(counted):
         return
-    shape = recording.rows_shape
     rows: list[Sequence[Cell]] = [
         [name, float(part.mean()), float(size.mean()), float(size.max()), where if size.any() else None]
         for name, every in columns.items()
@@ -108,7 +115,7 @@ def _table_of(recording: Recording, differences: Differences) -> Iterator[str]:
         yield differences.unknown_head
     if text := differences.explanation():
         yield wrapped("", text)
-    sizes = np.nan_to_num(np.abs(differences.whole[counted]), nan=np.inf)
+    sizes = np.abs(differences.whole[counted])
     worst = counted[np.argsort(-sizes, kind="stable")[:_WORST]]
     lines: list[Sequence[Cell]] = [
         [name, int(differences.targets[row]), *(float(part[row]) for part in columns.values())]

@@ -166,7 +166,10 @@ def _place(options: Options, problem: Problem | None, facts: Facts, error: Excep
         if comm is None:
             raise ValueError(f"{wrong} without comm these are all classes, and they are {num_classes}")
         shards = text_by_rank({rank: str(count) for rank, count in enumerate(counts)}, over)
-        raise ValueError(f"{wrong} the shards have {num_classes} classes together: {shards}")
+        padding = num_classes - options.num_classes
+        remedy = "slice these columns off, or mask them by -inf and leave num_classes out"
+        remedy = f"; where the last {padding} are padding, {remedy}" * (padding > 0)
+        raise ValueError(f"{wrong} the shards have {num_classes} classes together: {shards}{remedy}")
     if num_classes == 0:
         raise ValueError("there are no classes: every shard is empty")
     if options.class_start is None:

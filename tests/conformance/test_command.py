@@ -79,6 +79,30 @@ def test_known_failures_pass_until_they_are_mended(tmp_path):
     assert "no case is called 'no-such-case'" in conformance(*selection, "--known", "known", folder=tmp_path).stderr
 
 
+def test_first_failure_ends_run_with_x(tmp_path):
+    """But not one that is known; and several cases may follow each other, with the candidate behind them."""
+    (tmp_path / "it.py").write_text(
+        "import pce_mpi as pce\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm, label_smoothing=0.0, z_loss=0.0):\n"
+        "    return pce.softmax_cross_entropy_value_and_grad(logits, targets, comm=comm)\n"
+    )
+    (tmp_path / "known").write_text("label_smoothing/*")
+    selection = [
+        "--case",
+        "z_loss/float32",
+        "label_smoothing/float32",
+        "reduction/mean",
+        "results-not-aliased",
+        "it.py:candidate",
+    ]
+    run = conformance("-n", 1, "-x", "--known", "known", "--json", "report", *selection, folder=tmp_path)
+    verdicts = {each["case"]: each["verdict"] for each in json.loads((tmp_path / "report").read_text())["outcomes"]}
+    assert (
+        run.returncode == 1 and verdicts["label_smoothing/float32"] == "known" and verdicts["z_loss/float32"] == "FAIL"
+    )
+    assert list(verdicts.values()).count("FAIL") == 1 and "not run" in run.stdout
+
+
 def test_cases_run_on_each_number_of_ranks(tmp_path):
     selection = ["pce", "--case", "random-logits/float32", "--case", "same-bits/float32"]
     run = conformance("-n", 2, 4, *selection, "--json", "report.json", folder=tmp_path)

@@ -105,6 +105,40 @@ def test_busy_candidate_is_slow_not_deadlocked(tmp_path):
     assert "rank 1 never returned from it.py:" in moving
 
 
+def test_slow_judge_is_not_candidates_silence(tmp_path):
+    limit = 2 * slowdown()
+    candidate = (
+        "import time\n"
+        "from pce_mpi.conformance.runs import running\n"
+        "settle = running.settle\n"
+        f"running.settle = lambda *given: (time.sleep({2 * limit}), settle(*given))\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    return logits.sum(), logits + 0\n"
+    )
+    selection = ["--case", "random-logits/float32", "--timeout", limit]
+    _, (outcome,) = outcomes_of(candidate, *selection, folder=tmp_path)
+    assert outcome["verdict"] == "FAIL", outcome["findings"][0]["text"]
+
+
+def test_results_that_never_come_are_slow(tmp_path):
+    candidate = (
+        "import time\n"
+        "class Later:\n"
+        "    shape = ()\n"
+        "    def __dlpack_device__(self): return 1, 0\n"
+        "    @property\n"
+        "    def dtype(self): time.sleep(600)\n"
+        "    def __dlpack__(self, **given): time.sleep(600)\n"
+        "def candidate(logits, targets, *, class_start, num_classes, comm):\n"
+        "    return Later(), logits + 0\n"
+    )
+    selection = ["--case", "random-logits/float32", "--timeout", 2 * slowdown()]
+    _, (outcome,) = outcomes_of(candidate, *selection, folder=tmp_path)
+    said = outcome["findings"][0]["text"]
+    assert outcome["verdict"] == "slow", said
+    assert "ranks 0, 1 returned, and wait for results at it.py:6 in dtype; --timeout gives more time" in said
+
+
 def test_assert_conforms_ends_a_job_that_hangs(tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import time; from pce_mpi.conformance import assert_conforms, cases\n"

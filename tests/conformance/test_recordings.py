@@ -264,6 +264,26 @@ def test_differences_add_up_and_find_parts(tmp_path):
     np.testing.assert_allclose(sum(differences.parts[name] for name in PARTS), differences.whole, atol=1e-12)
 
 
+def test_tokens_outside_of_top_p_are_left_out(tmp_path, capsys):
+    """And one whose rollout is infinite for no reason that was recorded."""
+    logits, _ = drawn(rows=(40,))
+    targets = logits.argmax(axis=-1)
+    targets[[3, 7]] = logits[[3, 7]].argmin(axis=-1)
+    first = dense.class_statistics(logits, targets).log_prob
+    _, _, mass, _ = dense.nucleus(logits.astype(np.float64), top_p=0.7)
+    second = first - np.log(mass)
+    second[[3, 7, 9]] = -np.inf
+    write(tmp_path / "a", shared={"targets": targets, "log_prob": first}, shards={"logits": logits})
+    write(tmp_path / "b", shared={"targets": targets, "log_prob": second}, top_p=0.7)
+    assert status(tmp_path / "a", tmp_path / "b") == 0
+    printed = capsys.readouterr().out
+    assert "2 tokens are outside what top-p 0.7 keeps: the rollout gives them probability 0 (row 3, row 7)" in printed
+    assert "1 token is of a difference that is not finite, and nothing that was recorded tells why (row 9)" in printed
+    assert (
+        "log_prob of 37 tokens" in printed and "inf" not in printed.partition("log_prob of 37")[2].partition("part ")[2]
+    )
+
+
 def test_table_has_ten_worst_tokens(tmp_path, capsys):
     logits, targets = drawn(rows=(40,))
     first = dense.class_statistics(logits, targets).log_prob.astype(np.float32)

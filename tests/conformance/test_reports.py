@@ -3,6 +3,7 @@
 import base64
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 import io
 import json
@@ -20,6 +21,7 @@ from pce_mpi.conformance.candidates.catalogue import cases, catalogue
 from pce_mpi.conformance.candidates.fitting import unmet_need
 from pce_mpi.conformance.candidates.offers import EVERYTHING, Offer
 from pce_mpi.conformance.judging.outcomes import Accuracy, ErrorMap, Finding, Outcome, Report, Verdict
+from pce_mpi.conformance.problems.cases import About
 from pce_mpi.conformance.reports import html, json_file, junit, markdown, terminal
 
 # Text that would break the page, the table or the terminal, if it were not escaped.
@@ -81,6 +83,23 @@ def test_terminal_ends_with_the_number_of_cases():
     )
 
 
+def test_terminal_begins_with_causes():
+    assert terminal.render(ALL).startswith("FAIL smoothing/float32\n")
+
+
+def test_open_contracts_of_right_numbers_are_last_line():
+    words = (
+        "1 is outside [0, 1), and no rank refused it; where that is meant, declare it: @offers(checks_targets=False)"
+    )
+    case = partial(outcome, "target/far", Verdict.FAIL, ("not refused", words), about=About.CONTRACT)
+    right = terminal.render(report(PASS, PASS, case(), case(), NOT_OFFERED))
+    assert right.splitlines()[-2:] == [
+        "2 of 4 cases failed (2 FAIL); 1 not offered",
+        "2 of 2 numbers right; 2 contracts open: declare checks_targets=False",
+    ]
+    assert "contracts open" not in terminal.render(report(PASS, FAIL, case()))
+
+
 def test_terminal_has_cause_shape_and_command_of_failure():
     lines = terminal.render(ALL).splitlines()
     at = lines.index("FAIL smoothing/float32")
@@ -131,7 +150,7 @@ def test_failures_are_grouped_by_cause():
         outcome("empty/one", Verdict.DEADLOCKED, ("deadlocked", hangs.format("empty/one"))),
         outcome("one-class", Verdict.DEADLOCKED, ("deadlocked", hangs.format("one-class"))),
     )
-    shown = """
+    shown = """\
 FAIL smoothing/float32, pair/smoothing
   label smoothing is spread over the 6 local classes, not over all 24 (loss is 4.1 where 2 is right: 4 ulp)
 

@@ -632,6 +632,9 @@ def test_num_classes_is_compared_with_all_shards(comm):
         said = f"num_classes = {wrong}", f"{together} classes together"
         call = arguments | {"num_classes": wrong}
         text = assert_refused(comm, function, call, ValueError, *said, ranks=set(range(comm.size)))
+        assert (f"where the last {together - wrong} are padding, slice these columns off, or mask" in text) == (
+            wrong < together
+        )
         for rank in range(comm.size):
             start, stop = shard_range(CLASSES, comm.size, rank)
             assert str(CLASSES if arguments is whole else stop - start) in text

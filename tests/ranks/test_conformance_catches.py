@@ -187,12 +187,12 @@ PLANTED = [
     Planted(
         "first_class_of_a_shard",
         "targets-at-shard-borders/equal",
-        "in rows whose target is the first class of a shard only",
+        "a mask begins a class too late",
     ),
     Planted(
         "last_class_of_a_shard",
         "targets-at-shard-borders/equal",
-        "in rows whose target is the last class of a shard only",
+        "a mask ends a class too early",
     ),
     Planted(
         "one_subtracted_on_every_shard",
@@ -211,6 +211,8 @@ PLANTED = [
     Planted("sums_of_other_maxima_afterwards", "logits-of-1000/float32", "relative to maxima of their own", 2),
     Planted("logsumexps_added", "random-logits/float32", "the ranks' logsumexps are added", 2),
     Planted("global_numbers_for_local", "random-logits/float32", "global class numbers are taken for numbers of", 2),
+    Planted("backward_sees_other_logits", "random-logits/float32", "the probabilities of row 2 sum to 1.00"),
+    Planted("mask_ends_too_late", "targets-at-shard-borders/equal", "is taken for a class of this one: a mask ends", 2),
     Planted("target_clamped_not_masked", "random-logits/float32", "it is clamped, and not masked", 2),
     Planted("target_wrapped_not_masked", "random-logits/float32", "its number is wrapped, and not masked", 2),
     Planted("global_number_wrapped", "many-classes/float32", "its number is wrapped, and not masked", 2),
@@ -229,6 +231,12 @@ PLANTED = [
     Planted("loss_on_rank_0_alone", "same-on-every-rank", "the ranks' losses differ: the loss is wrong on rank", 2),
     Planted("mean_of_the_ranks_means", "ignored/unevenly-over-ranks", "loss is", 2),
     Planted("other_bits_on_other_ranks", "same-bits/float32", "the bits differ from one rank's (", ranks=2),
+    Planted(
+        "means_of_chunks_added", "random-logits/float32", "means of chunks of 4 rows are added up, and chunks count "
+    ),
+    Planted("means_of_chunks_averaged", "random-logits/float32", "means of chunks of 4 rows are averaged, and chunks "),
+    Planted("ignore_index_not_looked_at", "ignored/inside", "ignore_index is not looked at ("),
+    Planted("ignore_index_not_looked_at", "ignored/negative", "ignore_index is not looked at ("),
     Planted("overwrites_logits", "inputs-unmodified", "logits were modified"),
     Planted("gradient_in_the_logits", "results-not-aliased", "the gradient shares memory with logits", kinds=ALIASED),
 ]

@@ -1,9 +1,11 @@
 """Divergences of the kinds "kl" and "topk_kl": right ones conform, shipped faults are named, ours pass strictly."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from candidates.correct.distillation import Differences, Forward, TopK
+from candidates.correct.distillation import Differences, Forward, ReverseTopK, TopK
 from candidates.shipped import Shipped, assert_named_first, defined_in
 from candidates.wild import distillation as wild
 import pce_mpi as pce
@@ -68,9 +70,22 @@ def test_our_divergences_pass_a_strict_judge(comm, meaning):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("candidate", [Forward(), TopK()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("candidate", [Forward(), TopK(), ReverseTopK()], ids=lambda each: type(each).__name__)
 def test_divergences_written_by_hand_conform(comm, candidate):
     assert failures(candidate, comm) == []
+
+
+@pytest.mark.ranks(3)  # the directions are those of one process
+def test_other_direction_over_largest_classes_is_named(comm):
+    candidate = ReverseTopK()
+    offer = replace(candidate.offer, direction="forward")
+    (case,) = cases(offer, pattern="far-teacher/float32")
+    outcome = run_case(candidate, case, comm, offer=offer)
+    assert 'this is KL(student || teacher): where that is meant, declare it: @offers(direction="reverse")' in str(
+        outcome.findings
+    )
+    with pytest.raises(ValueError, match="direction='jensen-shannon' says nothing of a candidate of kind='topk_kl'"):
+        offer_of(offers(kind="topk_kl", direction="jensen-shannon")(lambda student, teacher: None))
 
 
 @pytest.mark.ranks(1, 2, 3)

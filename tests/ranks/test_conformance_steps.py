@@ -30,6 +30,7 @@ OWN = "each rank divides by its own count of valid tokens: a token of rank 1 cou
 APART = "each rank divides each micro-batch by its own count of valid tokens: "
 OR_1 = "; where a count is 0, so is the gradient, as with max(count, 1)"
 OF_ALL_RANKS = "each micro-batch is divided by its count of valid tokens on all ranks: "
+AT_LEAST_1 = "a {} without valid tokens is counted as one token: the divisor is a sum of max(count, 1)"
 NO_TOKEN = "the gradient of micro-batch {} of rank {}, which has no valid token, is nan, and so is that of the step"
 NO_LOSS = "the loss of micro-batch 0 is nan, where no token of it is valid"
 PLANTED = [
@@ -60,9 +61,31 @@ PLANTED = [
         wrong.OwnCountOr1,
         "one-token",
         "the trainer averages over the 2 context ranks and the 2 micro-batches, and nothing makes up for it; where it "
-        'sums, leave "context" and "micro-batches" out of `averaged`: every token counts 1/4 of what is due',
+        'sums, leave "context" and "micro-batches" out of `averaged`, or each rank divides by its own count of valid '
+        "tokens: every token counts 1/4 of what is due",
         "the trainer averages over the 3 context ranks and the 2 micro-batches, and nothing makes up for it",
     ),
+    Planted(
+        wrong.RankWithoutTokensIsOne,
+        "empty-rank",
+        AT_LEAST_1.format("rank") + ": every token counts 4/5 of what is due",
+        AT_LEAST_1.format("rank") + ", or each rank divides by its own count of all tokens, the ignored ones included: "
+        "every token counts 8/9 of what is due",
+    ),
+    Planted(
+        wrong.RankWithoutTokensIsOne,
+        "one-token",
+        AT_LEAST_1.format("rank") + ", or a micro-batch without valid tokens",
+        AT_LEAST_1.format("rank") + ", or the gradient is divided by the 3 context ranks, over which the trainer sums",
+    ),
+    Planted(
+        wrong.MicroBatchWithoutTokensIsOne,
+        "empty-micro-batch",
+        AT_LEAST_1.format("micro-batch of a rank") + ": every token counts 0.867 times what is due",
+        AT_LEAST_1.format("micro-batch of a rank") + ": every token counts 7/8 of what is due",
+    ),
+    Planted(wrong.MicroBatchOfNoRankIsOne, "empty-micro-batch", AT_LEAST_1.format("micro-batch") + ": every token"),
+    Planted(wrong.ConstantDivisor, "micro-batches", "every token counts "),
     Planted(wrong.OwnCountSummed, "data-ranks", "and all together count 2 times", "and all together count 3 times"),
     Planted(
         wrong.OwnMicroBatches,
@@ -121,11 +144,14 @@ PLANTED = [
             wrong.HalvedByContext,
             case,
             "the trainer averages over the 2 context ranks, and nothing makes up for it; where it sums, leave "
-            '"context" out of `averaged`: every token counts 1/2 of what is due',
+            f'"context" out of `averaged`{others}: every token counts 1/2 of what is due',
             "the trainer averages over the 3 context ranks, and nothing makes up for it; where it sums, leave "
-            '"context" out of `averaged`: every token counts 1/3 of what is due',
+            f'"context" out of `averaged`{others}: every token counts 1/3 of what is due',
         )
-        for case in ("context-ranks", "one-token")
+        for case, others in {
+            "context-ranks": "",
+            "one-token": ", or each rank divides by its own count of valid tokens",
+        }.items()
     ),
     Planted(
         wrong.WorldSizeForDataRanks,

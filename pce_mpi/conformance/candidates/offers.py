@@ -49,7 +49,8 @@ class Offer:
         "all": label smoothing s gives each of the C classes s / C. "others": it gives each class but the target
         s / (C - 1).
     direction : str
-        Of a divergence: "forward", KL(teacher || student); "reverse", KL(student || teacher); or "jensen-shannon".
+        Of a divergence: "forward", KL(teacher || student); "reverse", KL(student || teacher); or, over all classes,
+        "jensen-shannon".
     beta : float
         Of a Jensen-Shannon divergence: the weight of the teacher in the mean, from 0 to 1.
     temperature_squared : bool
@@ -346,7 +347,7 @@ def _check_meaning(offer: Offer, declared: dict[str, Any]) -> None:
         "several_targets": targets and "several-targets" not in kind.without,
         **dict.fromkeys(("probabilities", "normalized"), probabilities),
         "smoothing": "label_smoothing" in kind.options,
-        "direction": "teacher" in kind.arrays and "top_k" not in kind.facts,
+        "direction": "teacher" in kind.arrays and ("top_k" not in kind.facts or offer.direction != "jensen-shannon"),
         "beta": offer.direction == "jensen-shannon",
         "temperature_squared": "teacher" in kind.arrays,
         "rest": "top_k" in kind.facts,

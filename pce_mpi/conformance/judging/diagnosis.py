@@ -28,6 +28,8 @@ _HALVES = 2.0**-10
 _BUT_FOR_RARE = 0.998
 # Less than this many eps of the arithmetic, for a p of about 1, is no error, by the bytes of a logit.
 _FLOOR = {2: 2.0, 4: 16.0, 8: 16.0}
+# A fault is compared with about so many rows first.
+_SAMPLE = 512
 # Larger problems are not compared with known faults: they are about the number of entries. Eight rows of the largest
 # vocabularies, of 262,208 classes, are smaller.
 MANY = 9 * 2**18
@@ -199,7 +201,8 @@ def _by_exact_test(book: Textbook, q: _Quantity) -> Fault | None:
         return Fault([text])
     if told := book.problem.kind.tell(book, q.name, q.got):
         alike = told.alike if told.causes else 0
-        return Fault(list(told.causes), alike, "{}" + f": {told.effect}" * bool(told.effect), told.effect)
+        form = "{}" + f": {told.effect}" * bool(told.effect)
+        return Fault(list(told.causes), alike, form, told.effect, list(told.shared))
     return None
 
 
@@ -261,6 +264,19 @@ class _Quantity:
         relative = np.where(error == 0.0, 0.0, error / size)
         return float(np.where(same, 0.0, np.where(comparable, relative, np.inf)).max(initial=0.0))
 
+    @cached_property
+    def _sample(self) -> slice:
+        """Rows of a gradient that tell most answers that are not these numbers; all rows of a loss and of few rows."""
+        return slice(None, None, max(1, len(self.got) // _SAMPLE))
+
+    def _is_far_from(self, other: Array) -> bool:
+        """Return True if some rows of many show that `other` does not explain the numbers."""
+        if self._sample.step == 1:
+            return False
+        floor = np.broadcast_to(self.floor, self.got.shape)[self._sample]
+        rows = {name: getattr(self, name)[self._sample] for name in ("got", "truth", "wrong", "alone")}
+        return not replace(self, floor=floor, **rows).distance(other[self._sample]) <= self.close
+
     def part(self, answer: Answer) -> Array:
         """Return this quantity of an answer."""
         if self.name != "loss":
@@ -272,14 +288,17 @@ class _Quantity:
 
     def is_that_of(self, answer: Answer, lone: bool = False) -> bool:
         """Return True if a fault with this answer explains the numbers; `lone`: no other quantity shows it."""
-        distance = self.distance(self.part(answer))
+        part = self.part(answer)
+        if self.close < _HALVES and self._is_far_from(part):
+            return False
+        distance = self.distance(part)
         if not distance <= self.close:
-            return self._has_bits_of(self.part(answer))
+            return self._has_bits_of(part)
         if not self.wrong.any():
             return True
         # Beside the floor, any two numbers near 0 are close, by coincidence.
         if self.name == "loss" and self.is_one:
-            if (np.abs(self.got - self.part(answer)) * _CLOSER > np.abs(self.got)).any():
+            if (np.abs(self.got - part) * _CLOSER > np.abs(self.got)).any():
                 return False
         return distance * (_ALONE if lone and self.is_one else _CLOSER) <= self.error > 0.0
 
@@ -464,8 +483,28 @@ def _place_of_loss(b: Textbook, q: _Quantity) -> str | None:
 
 def _place_of_gradient(b: Textbook, q: _Quantity) -> str | None:
     """Describe the errors of a gradient (rows, classes); None if they have no pattern."""
+    if text := _other_logits(b, q):
+        return text
     where = [] if q.wrong.all() else _smallest(q.wrong, _entries(b, q.truth))
     return _sentence("gradient", where, _relation(b, q, q.wrong))
+
+
+def _other_logits(b: Textbook, q: _Quantity) -> str | None:
+    """Name a logsumexp of other logits: probabilities of a row that are all too large, or too small, by one factor."""
+    if "targets" not in b.problem.kind.arrays or not b.valid.any():
+        return None
+    factor = b.slope * (b.g / b.divisor)[:, None]
+    of_lse = b.total + sum(derivative for _, derivative in b.of_lse())
+    probabilities = (q.got / factor + b.u) / of_lse[:, None]
+    sums = probabilities.sum(axis=-1)
+    close = np.abs(probabilities - sums[:, None] * b.p).max(axis=-1, initial=0.0) <= q.close * b.p.max(axis=-1)
+    off = np.where(b.valid, np.abs(sums - 1.0), 0.0)
+    row = int(np.argmax(off))
+    # One factor in all rows is another fault; rows of halves are off by roundings.
+    if not close[b.valid].all() or off[row] <= 2.0 * q.close or np.ptp(sums[b.valid]) <= q.close:
+        return None
+    text = f"the probabilities of {b.problem.row_name(row)} sum to {sums[row]:.6g}, and have to sum to 1"
+    return f"the gradient is wrong: its logsumexp is of other logits than its own, as of a rounded forward pass: {text}"
 
 
 def _sentence(name: str, where: list[str], relation: str) -> str | None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 import re
 
 from pce_mpi.comm.errors import ranks_text
@@ -31,8 +32,10 @@ _WHICH = re.compile(
 )
 # The characters of a finding that a report has: most are a candidate's own.
 _MOST_TEXT = 20_000
-# A number, or a list of several.
-_NUMBERS = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?((, | and )\d+)*( more)?")
+# So many cases have a divisor in common by no accident: two of them have the same tokens.
+_SEVERAL = 3
+# A number, or a list of several. A constant is the same in every case.
+_NUMBERS = re.compile(r"(?<!the constant )(?<![\d.])-?\d[\d.]*(e[+-]?\d+)?((, | and )\d+)*( more)?")
 
 
 class Verdict(StrEnum):
@@ -89,12 +92,14 @@ class Fault:
     alike   so many of the first are told, as they give equal numbers; 0: none is told by this case alone
     form    the sentence, with "{}" for the cause
     place   the sentence where no cause is told
+    shared  causes that fit any one case, and are told where several cases have the same
     """
 
     causes: list[str]
     alike: int = 1
     form: str = "{}"
     place: str = ""
+    shared: list[str] = field(default_factory=list)
 
     @property
     def said(self) -> str:
@@ -104,7 +109,7 @@ class Fault:
     def of(self, kind: Kind) -> Fault:
         """Return the fault in the words of a kind of candidates."""
         *causes, form, place = map(kind.worded, (*self.causes, self.form, self.place))
-        return Fault(causes, self.alike, form, place)
+        return Fault(causes, self.alike, form, place, self.shared)
 
 
 @dataclass
@@ -278,14 +283,20 @@ class Report:
 def agree(outcomes: Sequence[Outcome]) -> None:
     """Choose the causes of all failures together, and rewrite the texts of their findings."""
     findings = [finding for outcome in outcomes if outcome.failed for finding in outcome.findings]
+    faults = [fault for finding in findings for fault in finding.faults]
+    agreed = {
+        cause for cause, number in Counter(chain(*(each.shared for each in faults))).items() if number >= _SEVERAL
+    }
+    for fault in faults:
+        fault.causes += [cause for cause in fault.shared if cause in agreed]
     left = [(finding, fault) for finding in findings for fault in finding.faults if fault.causes]
-    while any(fault.alike for _, fault in left):
+    while any(fault.alike or agreed.intersection(fault.causes) for _, fault in left):
         alike = [dict.fromkeys(map(likeness, fault.causes)) for _, fault in left]
         fitting = grouped((cause, place) for place, causes in enumerate(alike) for cause in causes)
         ranks = {
             cause: (-len(places), sum(_closer(left[place][1], cause) for place in places))
             for cause, places in fitting.items()
-            if any(left[place][1].alike for place in places)
+            if cause in agreed or any(left[place][1].alike for place in places)
         }
         best = min(ranks, key=lambda cause: ranks[cause])
         equal = [cause for cause, rank in ranks.items() if rank == ranks[best] and fitting[cause] == fitting[best]]

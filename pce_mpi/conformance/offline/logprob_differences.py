@@ -37,6 +37,7 @@ class Differences:
     whole    (rows,) the second recording's log-probability less the first one's
     parts    by the name of each part, (rows,); they add up to `whole`
     valid    (rows,) the tokens that are not ignored
+    outside  (rows,) the tokens that top-k, top-p and min-p of the second recording do not keep
     """
 
     def __init__(self, first: Recording, second: Recording) -> None:
@@ -61,6 +62,25 @@ class Differences:
         self.whole = second.losses("log_prob")[0].astype(np.float64) - first.losses("log_prob")[0].astype(np.float64)
         self.parts = {name: np.zeros(first.rows) for name in PARTS}
         self.valid = self.targets != first.options.get("ignore_index", -100)
+        self.outside = np.zeros(self.targets.shape, np.bool_)
+
+    @property
+    def compared(self) -> Array:
+        """The rows of tokens that have a mean and a place in a table: those whose difference is finite."""
+        return np.flatnonzero(self.valid & np.isfinite(self.whole))
+
+    def left_out(self) -> Iterator[tuple[str, Array]]:
+        """Yield in words why tokens that count have a difference that is not finite, and their rows."""
+        infinite = self.valid & ~np.isfinite(self.whole)
+        unlikely = infinite & self.outside & (self.whole == -np.inf)
+        words = {"top_k": "top-k {}", "top_p": "top-p {:g}", "min_p": "min-p {:g}"}
+        limits = [words[name].format(value) for name, value in self._limits._asdict().items() if value is not None]
+        for text, rows in (
+            (f"outside what {' and '.join(limits)} keeps: the rollout gives them probability 0", unlikely),
+            ("of a difference that is not finite, and nothing that was recorded tells why", infinite & ~unlikely),
+        ):
+            if rows.any():
+                yield text, np.flatnonzero(rows)
 
     @property
     def unknown_head(self) -> str:
@@ -138,5 +158,7 @@ class Differences:
             with standard_arithmetic():
                 kept = nucleus_of(Options(operation="nucleus"), z, self._limits)
             support = kept.ids, kept.offsets
+            of_row = np.repeat(np.arange(len(rows)), np.diff(kept.offsets))
+            self.outside[rows] = ~np.isin(np.arange(len(rows)), of_row[kept.ids == targets[of_row]])
             within = class_statistics(z, targets, ignore_index=ignored, support=support, outside="add").log_prob
             self.parts["kept mass"][rows] = within - numbers[-1]

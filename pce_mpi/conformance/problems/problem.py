@@ -28,11 +28,15 @@ PRODUCTS = ("dhidden", "dw", "dbias")
 
 
 class Told(NamedTuple):
-    """An explanation of numbers: the causes that give them, what these do, and how many of the first are told."""
+    """An explanation of numbers: the causes that give them, what these do, and how many of the first are told.
+
+    `shared` are causes that fit the numbers of any one case, and are told where several cases agree on them.
+    """
 
     causes: tuple[str, ...]
     effect: str = ""
     alike: int = 1
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

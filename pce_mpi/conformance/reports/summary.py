@@ -2,7 +2,9 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 import math
+import re
 
 from pce_mpi.conformance.candidates.catalogue import catalogue
 from pce_mpi.conformance.candidates.fitting import unmet_need
@@ -21,8 +23,8 @@ MEANING = {
     Verdict.CRASHED: "a process died",
     Verdict.DEADLOCKED: "some ranks never returned, and others had raised or returned",
     Verdict.KNOWN: "failed, as the file given with --known says",
-    Verdict.NOT_RUN: "left out, as those before it ended alike, or the candidate did not start again",
-    Verdict.SLOW: "no rank returned in time: all were inside the candidate, or still moving",
+    Verdict.NOT_RUN: "left out: those before it ended alike, one failed under -x, or the candidate did not start again",
+    Verdict.SLOW: "not done in time: all ranks were at the same step, or still moving",
 }
 
 _GRADIENT = {
@@ -42,6 +44,8 @@ _TARGETS = {
     (False, True): "probability targets",
 }
 _HARM: list[str] = list(About)
+# What a finding says may be declared.
+_DECLARE = re.compile(r"declare it: @offers\((.*?)\)")
 _DECLARED = ("dtypes", "options", "reductions", "probabilities", "dims", "any_axis", "shards", "batch_comm")
 
 
@@ -56,6 +60,18 @@ def headline(report: Report) -> str:
         return f"{_counted(ran, 'case')} passed{left}" if ran else f"no case was run{left}"
     kinds = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if verdict.failed and count)
     return f"{len(report.failed)} of {_counted(ran, 'case')} failed ({kinds}){left}"
+
+
+def open_contracts(report: Report) -> str:
+    """Say of a function whose numbers are right which declarations close its contracts; '' unless all do."""
+    contracts = [outcome for outcome in report.failed if outcome.about == About.CONTRACT]
+    ran = [outcome for outcome in report.outcomes if outcome.failed or outcome.verdict is Verdict.PASS]
+    numbers = sum(outcome.about != About.CONTRACT for outcome in ran)
+    declared = [_DECLARE.findall(finding.text) for outcome in contracts for finding in outcome.findings]
+    if not contracts or len(contracts) < len(report.failed) or not numbers or not all(declared):
+        return ""
+    words = " and ".join(dict.fromkeys(chain(*declared)))
+    return f"{numbers} of {numbers} numbers right; {_counted(len(contracts), 'contract')} open: declare {words}"
 
 
 def facts(report: Report) -> dict[str, str]:

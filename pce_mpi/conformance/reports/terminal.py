@@ -1,4 +1,4 @@
-"""A report as plain text, the settings, the largest errors and each cause of failures; and a list of cases."""
+"""A report as plain text, each cause of failures, the settings and the largest errors; and a list of cases."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -24,17 +24,17 @@ def render(report: Report) -> str:
 
 
 def _parts(report: Report) -> Iterator[str]:
+    for failed in summary.by_cause(report):
+        yield "\n".join(_failures(failed, report))
     facts = summary.facts(report)
     width = max(map(len, facts))
     yield "\n".join(wrapped(f"{name:{width}}  ", value) for name, value in facts.items())
     if rows := summary.extreme_rows(report):
         yield "Largest errors in ulps (help(pce_mpi.conformance.judging) says of what); sums may err by log2(rows) more"
         yield table(rows)
-    for failed in summary.by_cause(report):
-        yield "\n".join(_failures(failed, report))
     if more := summary.hint(report):
         yield wrapped("", more)
-    yield summary.headline(report)
+    yield "\n".join(filter(None, (summary.headline(report), summary.open_contracts(report))))
 
 
 def _failures(failed: list[Outcome], report: Report) -> Iterator[str]:

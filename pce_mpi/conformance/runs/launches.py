@@ -2,6 +2,7 @@
 
 A launch is followed from its first event to its end, and runs its cases in order. It ends early if a rank dies, if some
 ranks raise and others do not, if a rank damages the file of its events, or if no rank shows a sign of life for a while.
+The time in which rank 0 judges is not limited.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -44,8 +45,8 @@ class Display(Protocol):
     def started(self, case: str) -> None: ...
     def finished(self, outcome: Outcome) -> None: ...
 
-    # No rank has shown a sign of life for `seconds`; after `timeout` the case is deadlocked.
-    def waiting(self, seconds: float, timeout: float) -> None: ...
+    # No rank has shown a sign of life for `seconds`; after `timeout` the case is deadlocked. None: it is being judged.
+    def waiting(self, seconds: float, timeout: float | None) -> None: ...
 
     # The last lines of each rank's output, if one case was run alone.
     def printed(self, text: str) -> None: ...
@@ -112,7 +113,7 @@ class Launch:
         self._finished = 0
         # The outcomes that come next.
         self._known: list[Outcome] = []
-        self._ready = self._over = self._whole = False
+        self._ready = self._over = self._whole = self._judging = False
 
     def results(self) -> Iterator[Outcome]:
         """Yield the outcome of each case that has ended; the last one may have ended the launch.
@@ -148,7 +149,8 @@ class Launch:
                 yield from self._fault(Verdict.CRASHED, self._death())
                 return
             silence = time.monotonic() - heard
-            if silence > (timeout := self._timeout()):
+            timeout = self._timeout()
+            if timeout is not None and silence > timeout:
                 verdict, text = self._standstill()
                 if verdict is not Verdict.SLOW or silence > self._run.timeout:
                     yield from self._fault(verdict, text)
@@ -162,8 +164,10 @@ class Launch:
             yield self._next(outcome)
         del self._known[:most]
 
-    def _timeout(self) -> float:
-        """Return how many seconds of silence are too many now."""
+    def _timeout(self) -> float | None:
+        """Return how many seconds of silence are too many now; None: the candidate has no part in it."""
+        if self._judging:
+            return None
         timeout = self._run.timeout
         if not self._ready:
             return max(timeout, _STARTUP)
@@ -180,6 +184,7 @@ class Launch:
         mine, run = self._ranks[rank], self._run
         match event["event"]:
             case "outcome":
+                self._judging = False
                 outcome = from_json(Outcome, event["outcome"])
                 if outcome.case != self.unfinished[len(self._known)]:
                     raise ValueError(f"an outcome of {outcome.case}")
@@ -195,6 +200,8 @@ class Launch:
                 if self._all:
                     self._tasks = list(run.cases)
                     run.display.begin(len(self._tasks))
+            case "judging":
+                self._judging = True
             case "started":
                 self._tasks[event["task"]]  # `LookupError` or `TypeError` for a number of none
                 self._ranks[rank] = _Rank(event["task"], "started", printed=event["printed"])
@@ -253,10 +260,11 @@ class Launch:
         # The ranks that never returned come first.
         order = sorted(phrases, key=lambda phrase: not phrase.startswith("never"))
         text = "; ".join(f"{ranks_text(phrases[phrase])} {phrase}" for phrase in order)
-        # Ranks that are all inside the candidate, or at another line a moment later, may be busy.
+        # Ranks that are all at the same step, or at another line a moment later, may be busy.
         moving = any(before[number] != phrase for phrase in phrases for number in phrases[phrase])
-        inside = all(each.task == self._finished and each.doing == "called" for each in self._ranks)
-        if self._ready and (moving or inside):
+        steps = {each.doing for each in self._ranks if each.task == self._finished}
+        together = len(steps) == 1 and all(each.task == self._finished for each in self._ranks)
+        if self._ready and (moving or together):
             return Verdict.SLOW, f"{text}; --timeout gives more time"
         return Verdict.DEADLOCKED, text
 
@@ -273,7 +281,8 @@ class Launch:
             case "raised":
                 return f"raised {rank.error}"
             case "returned":
-                return "returned"
+                place = innermost(self._job.stack(number))
+                return "returned" + f", and wait for results at {place}" * bool(place)
         return "never called the candidate"
 
     def _wait_for_the_end(self) -> None:
@@ -296,30 +305,44 @@ _ALIKE = 3
 
 
 def run_cases(
-    orders: Orders, ranks: Sequence[int], *, timeout: float, display: Display, known: Sequence[str] = ()
+    orders: Orders,
+    ranks: Sequence[int],
+    *,
+    timeout: float,
+    display: Display,
+    known: Sequence[str] = (),
+    to_first: bool = False,
 ) -> Report:
     """Run the cases that `orders` select on each of the numbers of `ranks`, in as many launches as necessary.
 
     After `timeout` seconds without a sign of life a case is deadlocked; cases that fit `known` are known to fail, and
-    fail if they pass. Returns what there is after a KeyboardInterrupt. Raises `LaunchError` if ranks cannot be started
-    or the candidate cannot be loaded. Leaves no process behind.
+    fail if they pass. `to_first`: the first other case that fails ends the run. Returns what there is after a
+    KeyboardInterrupt. Raises `LaunchError` if ranks cannot be started or the candidate cannot be loaded. Leaves no
+    process behind.
     """
     outcomes: list[Outcome] = []
     offer, versions = Offer(), dict[str, str]()
-    interrupted = False
+    interrupted = stopped = False
     for size in ranks:
         run, of_size = Run(orders, size, timeout, display), list[Outcome]()
         try:
             with closing(_outcomes(run)) as results:
-                of_size.extend(results)
+                for outcome in results:
+                    of_size.append(outcome)
+                    if to_first and outcome.failed and not any(fits(outcome.case, pattern) for pattern in known):
+                        stopped = True
+                        break
         except KeyboardInterrupt:
             if not of_size and not outcomes:
                 raise
             interrupted = True
         if run.offer is not None:
             offer, versions = run.offer, run.versions
+        if stopped:
+            left = [name for name in run.cases if name not in {outcome.case for outcome in of_size}]
+            of_size += [run.outcome(name, Verdict.NOT_RUN, f"not run, as {of_size[-1].case} failed") for name in left]
         outcomes += of_size
-        if interrupted:
+        if interrupted or stopped:
             break
     _compare_with_known(outcomes, known)
     agree(outcomes)

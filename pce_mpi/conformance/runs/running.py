@@ -43,6 +43,11 @@ Candidate = Callable[..., Any]
 
 _USUAL = Tolerance()
 
+
+def _nobody() -> None:
+    """Tell nobody that the candidate's part of a case is over."""
+
+
 _GATHERED = (
     "the logits of all classes, passed on every rank by mistake, were taken for shards, and no rank refused them; "
     "where num_classes is not looked at, declare it: @offers(num_classes=False)"
@@ -107,13 +112,30 @@ def run_case(
     >>> print(run_case(softmax_cross_entropy_value_and_grad, case, None).verdict)
     pass
     """
+    offer = offer_of(candidate) if offer is None else offer
+    settings: dict[str, Any] = {"tolerance": tolerance, "seed": seed, "rows": rows, "classes": classes, "offer": offer}
+    return run_and_tell(candidate, case, comm, **settings)
+
+
+def run_and_tell(
+    candidate: Candidate,
+    case: Case,
+    comm: MPI.Intracomm | None,
+    *,
+    tolerance: Tolerance,
+    seed: int,
+    rows: int | None,
+    classes: int | None,
+    offer: Offer,
+    judging: Callable[[], None] = _nobody,
+) -> Outcome:
+    """Do what `run_case` does; call `judging` on rank 0 once nothing is left to do for the candidate."""
     if comm is not None:
         from mpi4py import MPI
 
         if comm == MPI.COMM_WORLD and (apart := why_apart(comm)):
             raise LaunchError(apart)
     size = 1 if comm is None else comm.size
-    offer = offer_of(candidate) if offer is None else offer
     outcome = Outcome(case.name, case.catches, Verdict.PASS, ranks=size, dtype=case.dtype, about=case.about)
     if missing := unmet_need(offer, case.needs, case.dtype):
         return replace(outcome, verdict=Verdict.NOT_OFFERED, note=missing)
@@ -153,6 +175,7 @@ def run_case(
         trial.call_on_one_rank()
     gathered = comm.gather(returned)
     if gathered is not None:
+        judging()
         settle(outcome, case, problem, errors, gathered, tolerance, trial.on_one_rank)
     _arrive(comm)
     return comm.bcast(outcome)

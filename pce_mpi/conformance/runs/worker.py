@@ -13,6 +13,7 @@ event         ranks  meaning, and the fields beside it
 `called`      all    the candidate is called, or the backward function that it returned
 `returned`    all    ... and has returned
 `raised`      all    ... or has raised; `error`, in a line that says where
+`judging`     0      all ranks have returned or raised, and this one compares what they gave
 `outcome`     0      the task has ended; `outcome`
 `torn`        0      some ranks raised and others did not, so this launch ends here
 `done`        0      all tasks have ended
@@ -24,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 import faulthandler
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 import os
 from pathlib import Path
@@ -39,7 +41,7 @@ from pce_mpi.conformance.candidates.loading import NAMED_CANDIDATES, adapted, ch
 from pce_mpi.conformance.candidates.offers import Offer, offer_of
 from pce_mpi.conformance.judging.comparing import Tolerance
 from pce_mpi.conformance.runs.orders import Orders
-from pce_mpi.conformance.runs.running import run_case
+from pce_mpi.conformance.runs.running import run_and_tell
 from pce_mpi.conformance.serialization import to_json
 from pce_mpi.conformance.text import error_text
 from pce_mpi.jobs.guard import end_with_parent
@@ -85,14 +87,20 @@ def _run(
 ) -> bool:
     """Execute all tasks; return False if some ranks raised and others did not, which ends the launch."""
     cases = orders.cases(offer)
-    tolerance = Tolerance(orders.strict, orders.tolerance)
-    size = {"rows": orders.rows, "classes": orders.classes}
+    settings: dict[str, Any] = {
+        "tolerance": Tolerance(orders.strict, orders.tolerance),
+        "seed": orders.seed,
+        "rows": orders.rows,
+        "classes": orders.classes,
+        "offer": offer,
+        "judging": partial(journal.write, "judging"),
+    }
     for number, name in enumerate(cases if orders.tasks is None else orders.tasks):
         with suppress(Exception):  # the candidate may have closed or replaced it
             sys.stdout.flush()
         journal.write("started", task=number, printed=output.stat().st_size)
         candidate.raised = False
-        outcome = run_case(candidate, cases[name], comm, tolerance=tolerance, seed=orders.seed, offer=offer, **size)
+        outcome = run_and_tell(candidate, cases[name], comm, **settings)
         if comm.rank == 0:
             journal.write("outcome", outcome=to_json(outcome))
         # There may be messages that nobody has received, or ranks inside a collective.

@@ -1,5 +1,6 @@
 """Divergences over sharded classes in float64, step by step; a wrong candidate replaces one of the steps."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from mpi4py import MPI
@@ -77,4 +78,22 @@ class TopK(Forward):
         return rows, mass[:, None] * p - q
 
 
-forward, top_k = Forward(), TopK()
+class ReverseTopK(TopK):
+    """KL(student || teacher) over the teacher's largest classes, with a class more for all others."""
+
+    offer = replace(TopK.offer, direction="reverse", rest="bucket")
+
+    def divergence(self, s):
+        chosen, p = self.chosen(s), np.exp(s.log_p)
+        of_others = self.log_of_others(s, s.log_p, chosen) - self.log_of_others(s, s.log_q, chosen)
+        ratio = np.where(p == 0.0, 0.0, np.where(chosen, s.log_p - s.log_q, of_others[:, None]))
+        rows = self.over_ranks(s, (p * ratio).sum(axis=-1))
+        return rows, p * (ratio - rows[:, None])
+
+    def log_of_others(self, s, logs, chosen):
+        logs = np.where(chosen, -np.inf, logs)
+        top = self.over_ranks(s, logs.max(axis=-1, initial=-np.inf), MPI.MAX)
+        return top + np.log(self.over_ranks(s, np.exp(logs - top[:, None]).sum(axis=-1)))
+
+
+forward, top_k, reverse_top_k = Forward(), TopK(), ReverseTopK()

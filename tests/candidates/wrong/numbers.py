@@ -1,5 +1,6 @@
 """Faults of the arithmetic."""
 
+import ml_dtypes
 import numpy as np
 
 from candidates.by_hand import ByHand
@@ -118,3 +119,13 @@ class First65536Classes(First32768Classes):
     """Another block, a larger one."""
 
     block = 65_536
+
+
+class BackwardSeesOtherLogits(ByHand):
+    """The forward pass multiplies in bfloat16, and the backward pass once more in float32 (levanter)."""
+
+    def softmax(self, s):
+        exact = s.source
+        s.source = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
+        super().softmax(s)
+        s.p = np.exp(s.factor * exact - s.logsumexp[:, None])

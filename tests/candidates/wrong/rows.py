@@ -42,6 +42,56 @@ class MeanOfTheRanksMeans(ByHand):
         return super().reduce(s)
 
 
+class MeansOfChunksAdded(ByHand):
+    """The means of chunks of 4 rows are added up (Automodel)."""
+
+    def divisor(self, s):
+        if s.reduction != "mean" or s.with_probabilities or not s.valid.any():
+            return super().divisor(s)
+        counted = self.sum(s, np.where(s.mine, self.weight_of_target(s), 0.0))
+        chunk = np.arange(s.rows) // 4
+        return self.of_chunks(np.bincount(chunk, counted), chunk)
+
+    def of_chunks(self, counted, chunk):
+        return np.where(counted == 0.0, np.inf, counted)[chunk]
+
+    def reduce(self, s):
+        if np.ndim(s.divisor):
+            return np.asarray(
+                (s.row_loss / s.divisor).sum(), np.float64 if s.logits.dtype == np.float64 else np.float32
+            )
+        return super().reduce(s)
+
+
+class MeansOfChunksAveraged(MeansOfChunksAdded):
+    """The means of chunks of 4 rows are averaged, whatever each of them counts."""
+
+    def of_chunks(self, counted, chunk):
+        return super().of_chunks(counted, chunk) * len(counted)
+
+
+class IgnoreIndexNotLookedAt(ByHand):
+    """A keyword that is taken, and not used (torchshard)."""
+
+    def flatten(self, s):
+        s.ignore_index = s.num_classes + 1
+        super().flatten(s)
+
+    def refuse(self, s):
+        pass
+
+    def row_losses(self, s):
+        super().row_losses(s)
+        beside = self.sum(s, s.mine.astype(np.float64)) == 0.0
+        if not s.with_probabilities and beside.any():
+            s.sum_u = s.sum_u + beside
+            s.row_loss = s.row_loss + beside * np.log(s.sum_exp)
+
+    def divisor(self, s):
+        plain = s.reduction == "mean" and not s.with_probabilities and s.weight is None
+        return float(s.rows) if plain else super().divisor(s)
+
+
 class MeanOfNoRowsIs0(ByHand):
     """The mean divides by max(count, 1)."""
 

@@ -61,6 +61,34 @@ class OwnMicroBatches(StepByHand):
         return max(self.counts(s).sum(), 1)
 
 
+class RankWithoutTokensIsOne(StepByHand):
+    """The divisor is a sum over the ranks of max(count, 1)."""
+
+    def divisor(self, s):
+        return self.of_all_ranks(s, max(self.counts(s).sum(), 1))
+
+
+class MicroBatchWithoutTokensIsOne(StepByHand):
+    """The divisor is a sum over micro-batches of max(count, 1)."""
+
+    def divisor(self, s):
+        return self.of_all_ranks(s, np.maximum(self.counts(s), 1).sum())
+
+
+class MicroBatchOfNoRankIsOne(StepByHand):
+    """The divisor is a sum over micro-batches of max(count on all ranks, 1)."""
+
+    def divisor(self, s):
+        return np.maximum(sum(s.comm.allgather(self.counts(s))), 1).sum()
+
+
+class ConstantDivisor(StepByHand):
+    """The sum is divided by what the settings say."""
+
+    def divisor(self, s):
+        return 24
+
+
 class MicroBatchOfAllRanks(StepByHand):
     """Each micro-batch has the mean over all ranks, as with a loss that knows `batch_comm` alone."""
 

@@ -79,6 +79,17 @@ class TargetClampedNotMasked(ByHand):
             s.row_loss = s.row_loss - self.sum(s, np.where(s.valid & ~s.mine, logits, 0.0))
 
 
+class MaskEndsTooLate(ByHand):
+    """A rank also takes the first class of the next shard for its own, and clamps it."""
+
+    def coefficients(self, s):
+        if not s.with_probabilities:
+            own = s.t - s.class_start
+            s.mine = s.valid & (own >= 0) & (own <= s.classes) & bool(s.classes)
+            s.column = np.where(s.mine, np.minimum(own, s.classes - 1), 0)
+        super().coefficients(s)
+
+
 class TargetWrappedNotMasked(ByHand):
     """The number of a target is taken modulo the number of this rank's classes, on every rank."""
 

@@ -89,15 +89,18 @@ def _given(b: Textbook, student: Array, teacher: Array, **conventions: object) -
     return Given((loss,), gradient.reshape(b.p.shape))
 
 
+_DIRECTIONS = {
+    "forward": "KL(teacher || student)",
+    "reverse": "KL(student || teacher)",
+    "jensen-shannon": "the Jensen-Shannon divergence",
+}
+
+
 def _faults(b: Textbook) -> Faults:
     """NeMo-RL; and what a declaration may say."""
     problem = b.problem
     student, teacher = b.x, problem.row_major(problem.targets).astype(np.float64)
-    for direction, what in (
-        ("forward", "KL(teacher || student)"),
-        ("reverse", "KL(student || teacher)"),
-        ("jensen-shannon", "the Jensen-Shannon divergence"),
-    ):
+    for direction, what in _DIRECTIONS.items():
         if direction != problem.conventions["direction"]:
             yield f"this is {what}: {meant(direction=direction)}", _given(b, student, teacher, direction=direction)
     beta = problem.conventions["beta"]
@@ -285,27 +288,32 @@ def _largest(teacher: Array, count: int) -> Array:
     return mask
 
 
-def _dropped(student: Array, teacher: Array, chosen: Array, scale: float) -> tuple[Array, Array]:
+def _dropped(student: Array, teacher: Array, chosen: Array, scale: float, direction: str) -> tuple[Array, Array]:
     log_p, log_q = (-softmax(scale * each)["nll"] for each in (student, teacher))
-    q = np.where(chosen, np.exp(log_q), 0.0)
-    rows = np.where(q == 0.0, 0.0, q * (log_q - log_p)).sum(axis=-1)
-    return rows, scale * (q.sum(axis=-1, keepdims=True) * np.exp(log_p) - q)
+    every_p = np.exp(log_p)
+    p, q = (np.where(chosen, each, 0.0) for each in (every_p, np.exp(log_q)))
+    if direction == "forward":
+        rows = np.where(q == 0.0, 0.0, q * (log_q - log_p)).sum(axis=-1)
+        return rows, scale * (q.sum(axis=-1, keepdims=True) * every_p - q)
+    of_class = np.where(p == 0.0, 0.0, p * (log_p - log_q))
+    rows = of_class.sum(axis=-1)
+    return rows, scale * (of_class + p - every_p * (rows + p.sum(axis=-1))[:, None])
 
 
-def _renormalized(student: Array, teacher: Array, chosen: Array, scale: float) -> tuple[Array, Array]:
+def _renormalized(student: Array, teacher: Array, chosen: Array, scale: float, direction: str) -> tuple[Array, Array]:
     within = (np.where(chosen, each, -np.inf) for each in (student, teacher))
-    results = dense.kl_divergence_value_and_grad(*within, logit_scale=scale, reduction="none")
+    results = dense.kl_divergence_value_and_grad(*within, direction=direction, logit_scale=scale, reduction="none")
     return results.divergence, results.dstudent
 
 
-def _bucket(student: Array, teacher: Array, chosen: Array, scale: float) -> tuple[Array, Array]:
+def _bucket(student: Array, teacher: Array, chosen: Array, scale: float, direction: str) -> tuple[Array, Array]:
     if chosen.all():  # there is no other class
-        return _renormalized(student, teacher, chosen, scale)
+        return _renormalized(student, teacher, chosen, scale, direction)
     pair = [each - each.max(axis=-1, keepdims=True) for each in (student, teacher)]
     within, beyond = ([np.where(mask, each, -np.inf) for each in pair] for mask in (chosen, ~chosen))
     masses = [dense.class_statistics(scale * each).logsumexp[:, None] / scale for each in beyond]
     with_bucket = [np.append(each, mass, axis=-1) for each, mass in zip(within, masses, strict=True)]
-    results = dense.kl_divergence_value_and_grad(*with_bucket, logit_scale=scale, reduction="none")
+    results = dense.kl_divergence_value_and_grad(*with_bucket, direction=direction, logit_scale=scale, reduction="none")
     share = np.where(chosen, 0.0, np.exp(scale * (beyond[0] - masses[0])))
     return results.divergence, results.dstudent[:, :-1] + results.dstudent[:, -1:] * share
 
@@ -318,12 +326,12 @@ _RESTS = {
 }
 
 
-def _of_support(problem: Problem, chosen: Array, rest: str) -> tuple[Array, Array]:
+def _of_support(problem: Problem, chosen: Array, rest: str, direction: str) -> tuple[Array, Array]:
     """Return the divergence over the classes of a mask (rows, classes), and its gradient, of the problem's shapes."""
     scale = 1.0 / problem.options.get("temperature", 1.0)
     student, teacher = (problem.row_major(each).astype(np.float64) for each in (problem.logits, problem.targets))
     with np.errstate(all="ignore"):
-        rows, gradient = _RESTS[rest][1](student, teacher, chosen, scale)
+        rows, gradient = _RESTS[rest][1](student, teacher, chosen, scale, direction)
         factor = scale**-2 if problem.conventions["temperature_squared"] else 1.0
         if problem.reduction == "mean":
             factor = factor / problem.rows if problem.rows else np.nan
@@ -335,7 +343,7 @@ def _of_support(problem: Problem, chosen: Array, rest: str) -> tuple[Array, Arra
 
 def _exact(problem: Problem) -> tuple[Array, Array]:
     chosen = _largest(problem.row_major(problem.targets).astype(np.float64), problem.options["top_k"])
-    return _of_support(problem, chosen, problem.conventions["rest"])
+    return _of_support(problem, chosen, problem.conventions["rest"], problem.conventions["direction"])
 
 
 def _topk_faults(b: Textbook) -> Faults:
@@ -343,10 +351,14 @@ def _topk_faults(b: Textbook) -> Faults:
     problem, count = b.problem, b.problem.options["top_k"]
     teacher = problem.row_major(problem.targets).astype(np.float64)
     chosen, declared = _largest(teacher, count), problem.conventions["rest"]
+    direction = problem.conventions["direction"]
+    other = "reverse" if direction == "forward" else "forward"
 
-    def given(mask: Array, rest: str) -> Given:
-        loss, gradient = _of_support(problem, mask, rest)
+    def given(mask: Array, rest: str, direction: str = direction) -> Given:
+        loss, gradient = _of_support(problem, mask, rest, direction)
         return Given((loss,), problem.row_major(gradient))
+
+    yield f"this is {_DIRECTIONS[other]}: {meant(direction=other)}", given(chosen, declared, other)
 
     for rest, (what, _) in _RESTS.items():
         if rest != declared:

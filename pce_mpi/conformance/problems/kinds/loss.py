@@ -42,7 +42,7 @@ def sizes(book: Textbook) -> tuple[Array, Array, Array]:
 
 def _faults(b: Textbook) -> Faults:
     first = (_masks, sharding.of_losses, _options, _numbers, _upstream, _exponentials)
-    for family in (*first, _smoothing, _z_loss, _owners, _rows, _probabilities, _roundings):
+    for family in (*first, _smoothing, _z_loss, _owners, _rows, _ignore_index, _chunks, _probabilities, _roundings):
         yield from family(b)
 
 
@@ -220,6 +220,37 @@ def _rows(b: Textbook) -> Faults:
         everywhere = b.but(valid=np.ones_like(b.valid))
         gradient = np.where(b.valid[:, None], b.gradient(), everywhere.gradient_of(-one))
         yield "ignored rows have a gradient of -1 at their target", of_gradient(gradient)
+
+
+def _ignore_index(b: Textbook) -> Faults:
+    """torchshard: a keyword that is taken, and a row with that target counts as any other."""
+    if b.problem.with_numbers and "ignore_index" in b.problem.options and not b.valid.all():
+        # The number of no row.
+        heeded = Textbook.of(replace(b.problem, options=b.problem.options | {"ignore_index": b.t.max() + 1}))
+        # A target that is no class adds no logit.
+        without = (heeded.total == 0.0) & ~b.valid
+        divisor = heeded.divisor + without.sum() if b.problem.reduction == "mean" else heeded.divisor
+        yield "ignore_index is not looked at", all_ranks(heeded.but(total=heeded.total + without, divisor=divisor))
+
+
+# Chunks of up to so many rows are of any length, and of a power of 2 beyond that.
+_SHORT = 64
+
+
+def _chunks(b: Textbook) -> Faults:
+    """Automodel#3804: the means of chunks of rows are added up, or averaged whatever each has counted."""
+    rows, counted = b.problem.rows, b.q @ b.w
+    if b.problem.reduction != "mean" or not counted.any():
+        return
+    for length in range(2, rows) if rows <= _SHORT else (2**power for power in range(1, (rows - 1).bit_length())):
+        chunk = np.arange(rows) // length
+        of_chunk = np.bincount(chunk, counted)
+        divisor = np.where(of_chunk == 0.0, np.inf, of_chunk)[chunk]
+        if np.ptp(divisor[counted != 0.0]) == 0.0:  # one factor, as other faults have
+            continue
+        text = f"means of chunks of {length} rows are {{}}, and chunks count different numbers of rows"
+        yield text.format("added up"), all_ranks(b.but(divisor=divisor))
+        yield text.format("averaged"), all_ranks(b.but(divisor=divisor * len(of_chunk)))
 
 
 def _probabilities(b: Textbook) -> Faults:

@@ -16,6 +16,9 @@ _GLOBAL = "global class numbers are taken for numbers of each rank's own classes
 _CLAMPED = "a target of another rank is taken for a class of this one: it is clamped, and not masked"
 _WRAPPED = "a target of another rank is taken for a class of this one: its number is wrapped, and not masked"
 _EQUAL = "class_start is taken for the rank times its number of classes, which is right where all shards are equal"
+_END_IN = "the first class of the next shard is taken for a class of this one: a mask ends a class too late"
+_FIRST_OUT = "the first class of each shard is taken for one of another: a mask begins a class too late"
+_LAST_OUT = "the last class of each shard is taken for one of another: a mask ends a class too early"
 # A shard may be padded to a multiple of these, or to the length of the largest.
 _TILES = (8, 64, 128)
 # Of so many ranks, all orders of the shards are compared.
@@ -82,6 +85,10 @@ def _columns(b: Textbook) -> Iterator[tuple[str, Array]]:
     yield _GLOBAL, np.minimum(b.t, widths - 1)
     yield _CLAMPED, np.where((own >= 0) & (own < widths), own, 0)
     yield _CLAMPED, np.clip(own, 0, widths - 1)
+    inside = (own >= 0) & (own < widths)
+    yield _END_IN, np.where(inside | (own == widths), np.minimum(own, widths - 1), -1)
+    yield _FIRST_OUT, np.where(inside & (own != 0), own, -1)
+    yield _LAST_OUT, np.where(inside & (own != widths - 1), own, -1)
     for number in (own, b.t):
         yield _WRAPPED, np.mod(number, np.maximum(widths, 1))
     yield f"{_EQUAL}; {meant(shards='equal')}", b.t - np.arange(len(widths))[:, None] * widths

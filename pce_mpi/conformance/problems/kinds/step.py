@@ -100,6 +100,7 @@ _WHAT = {"data": "data ranks", "context": "context ranks", "micro-batches": "mic
 _SHIFTED = "targets that were shifted are shifted once more: each token has the target of the next one"
 _FOLLOWING = "targets without the first of each micro-batch"
 _WHOLE = "the divisor is the count of {}"
+_AT_LEAST_1 = "a {} without valid tokens is counted as one token: the divisor is a sum of max(count, 1)"
 # Tokens that are counted together, in the order in which they are told apart where one size is 1.
 _PARTS = {
     ("rank",): "each rank divides by its own count of {}",
@@ -129,11 +130,13 @@ def tell(book: Textbook, name: str, got: Array) -> Told | None:
         return None
     plain, others = _of_each(step, book, weights, known, same)
     if same(times, times[0]):
-        whole = _of_all(step, book, float(times[0]), same)
+        whole, unlikely = _of_all(step, book, float(times[0]), same)
         # Without a target that follows another, a gradient of 0 is that of many faults: other cases tell.
         none = not times.any() and not _counted(step, book)[_FOLLOWING].any()
-        causes = (*whole, *plain, *[_SHIFTED] * none)
-        return Told(causes, f"every token counts {_times(times[0])} what is due", len(whole) or bool(plain))
+        causes = (*whole, *plain, *unlikely, *[_SHIFTED] * none)
+        effect = f"every token counts {_times(times[0])} what is due"
+        alike = len(whole) + min(1, len(plain)) or min(1, len(unlikely))
+        return Told(causes, effect, alike, shared=_constant(step, float(times[0]), same))
     effect = _unequal(step, weights, known, same)
     if known[step.valid].all() and not same(times.mean(), 1.0):
         effect += f", and all together count {_times(times.mean())} what is due"
@@ -163,7 +166,7 @@ def tell_losses(problem: Problem, answers: Sequence[Any]) -> str | None:
     np.add.at(sums, (rank, micro_batch), of_token)
     np.add.at(counts, (rank, micro_batch), step.valid)
     own = "each micro-batch has the mean of its own valid tokens" * same(losses, sums / np.maximum(counts, 1))
-    cause = own or (", or ".join(_of_all(step, book, loss / exact, same)) if exact else "")
+    cause = own or (", or ".join(_of_all(step, book, loss / exact, same)[0]) if exact else "")
     text = f"the gradient of the step is right, and its loss is {loss:.6g} where {exact:.6g} is right"
     return f"{text}: {cause}" if cause else text
 
@@ -196,8 +199,8 @@ def _counted(step: TrainingStep, book: Textbook) -> dict[str, Array]:
     }
 
 
-def _of_all(step: TrainingStep, book: Textbook, times: float, same: _Same) -> list[str]:
-    """Name what gives every token so many times what is due."""
+def _of_all(step: TrainingStep, book: Textbook, times: float, same: _Same) -> tuple[list[str], list[str]]:
+    """Name what gives every token so many times what is due, and what is less likely to have done so."""
     rank, micro_batch = step.places
     ranks, count, last = len(step.lengths), step.valid.sum(), step.sizes["micro-batches"] - 1
     of_ranks = np.bincount(rank[step.valid], minlength=ranks)
@@ -207,6 +210,13 @@ def _of_all(step: TrainingStep, book: Textbook, times: float, same: _Same) -> li
         "every rank takes the count of rank 0 for its own": step.valid[rank == 0].sum() * ranks,
         "every micro-batch is divided by the count of the last one": step.valid[micro_batch == last].sum(),
     }
+    for what, part in {
+        "rank": rank,
+        "micro-batch": micro_batch,
+        "micro-batch of a rank": rank * (last + 1) + micro_batch,
+    }.items():
+        at_least_1 = np.maximum(np.bincount(part, step.valid), 1).sum()
+        divisors |= {_AT_LEAST_1.format(what): at_least_1} if at_least_1 > count else {}
     halves = list[tuple[str, float]]()
     for name in filter(has_dtype, ("float16", "bfloat16")):
         dtype = dtype_named(name)
@@ -216,7 +226,15 @@ def _of_all(step: TrainingStep, book: Textbook, times: float, same: _Same) -> li
         kept = {float(total), float(count.astype(dtype))} - {float(count)}
         halves += [(f"the count of valid tokens is kept in {name}", each) for each in kept]
     causes = [text for text, divisor in (*divisors.items(), *halves) if divisor and same(count / divisor, times)]
-    return causes + [text for _, text in sorted(_factors(step, times, same))[:1]]
+    by_factor = sorted(_factors(step, times, same))
+    likely = [text for unlikely, text in by_factor if unlikely == by_factor[0][0]]
+    return causes + likely, [text for _, text in by_factor[len(likely) :]]
+
+
+def _constant(step: TrainingStep, times: float, same: _Same) -> tuple[str, ...]:
+    """Name a divisor that is a whole number, whatever the count: other cases tell if it is the same in them."""
+    divisor = step.valid.sum() / times if times else 0.0
+    return (f"the divisor is the constant {divisor:.0f}",) if divisor > 1.5 and same(divisor, round(divisor)) else ()
 
 
 def _factors(step: TrainingStep, times: float, same: _Same) -> Iterator[tuple[bool, str]]:
