@@ -28,6 +28,7 @@ def tensors_for_tensors(function: Function) -> Function:
     `batch_comm`.
     """
 
+    @_outside_graphs
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
@@ -43,12 +44,13 @@ def tensors_for_tensors(function: Function) -> Function:
             tell(error, [*comms, options.get("comm"), options.get("batch_comm")], function.__name__)
             raise
 
-    return call  # type: ignore[return-value]  # it has the signature of `function`
+    return call
 
 
 def tensors_on_this_rank(function: Function) -> Function:
     """Make the results tensors, as `tensors_for_tensors` does, of a function that is each rank's own affair."""
 
+    @_outside_graphs
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         with standard_arithmetic():
@@ -56,7 +58,23 @@ def tensors_on_this_rank(function: Function) -> Function:
                 return _called(function, arguments, options)
             return function(*arguments, **options)
 
-    return call  # type: ignore[return-value]  # as above
+    return call
+
+
+def _outside_graphs(function: Callable[..., Any]) -> Any:
+    """Let `torch.compile` break its graph at a call of `function`, as it cannot follow what NumPy and MPI do.
+
+    It does so at `disable` itself, which therefore is called each time: it takes 10 us, and to keep what it returns is
+    a state that graphs would have to guard.
+    """
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if "torch._dynamo" in sys.modules:  # before that nothing is compiled; to import it would take seconds
+            return sys.modules["torch"].compiler.disable(function)(*arguments, **options)
+        return function(*arguments, **options)
+
+    return call
 
 
 def _called(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
