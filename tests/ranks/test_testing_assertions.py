@@ -77,7 +77,8 @@ def test_whole_numbers_beyond_float64_are_told_apart():
 
 
 @pytest.mark.parametrize(
-    "exact", [2.0**53, [2.0**53], [Fraction(2**53)], np.array([np.float32(2**53)], object), np.float32([2**53])]
+    "exact",
+    [2.0**53, [2.0**53], [Fraction(2**53)], np.array([np.float32(2**53)], object), np.array([2**53], np.float32)],
 )
 def test_whole_numbers_are_compared_exactly_with_floats(exact):
     got = np.full(np.shape(exact), 2**53 + 1)
