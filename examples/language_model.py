@@ -113,7 +113,7 @@ def train(start, mesh, rows, args):
         own, whole = np.sum([(array.local.size, array.size) for array in model.parameters.values()], axis=0)
         share = f"{own:,} of {whole:,} parameters"
         print(f"training on {len(rows):,} tokens; rank 0 of {mesh.size} holds {share}", flush=True)
-    with tqdm(range(1, args.steps + 1), "training", disable=mesh.rank > 0, mininterval=1) as bar:
+    with tqdm(range(1, args.steps + 1), "training", disable=mesh.rank > 0, mininterval=10) as bar:
         for number in bar:
             loss = step(model, rows, number, args)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)

@@ -196,7 +196,7 @@ def train(start, mesh, rows, args):
         stop(mesh.comm(*mesh.dims), f"error: cannot resume {str(args.resume)!r}: {problem}")
     last, log, begin = max(done, args.stop or args.steps), "", time.perf_counter()
     numbers = range(done + 1, last + 1)
-    with tqdm(numbers, "training", last, initial=done, disable=not here, mininterval=1) as bar:
+    with tqdm(numbers, "training", last, initial=done, disable=not here, mininterval=10) as bar:
         for number in bar:
             loss = step(model, rows, number, args)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)

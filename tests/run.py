@@ -8,6 +8,7 @@ import argparse
 from collections import Counter, deque
 import os
 from pathlib import Path
+import re
 import signal
 import subprocess
 import sys
@@ -37,14 +38,20 @@ WAITING = ["conformance/test_hangs", "jobs/test_failing_ranks", "jobs/test_fault
 SHARED_MEMORY = "/dev/shm"
 SETTLED = 60
 
+# Seconds between two lines that say how far the run is; and what pytest prints of tests that are over: their letters,
+# and behind some of them what part of all tests is over.
+TELLING = 60
+LETTERS = re.compile(r"^(?:\S+\.py )?([.sFE]+)(?: +\[ *(\d+)%\])?$", re.MULTILINE)
+
 COLUMNS = ["passed", "failed", "skipped"]
 
 
 class Run:
     """Tests in one process of pytest, and how it went; all of a `part` of a folder may be skipped."""
 
-    def __init__(self, name: str, arguments: list[str], sizes: str = "1", part: bool = False) -> None:
-        self.name, self.part = name, part
+    def __init__(self, name: str, arguments: list[str], files: int, sizes: str = "1", part: bool = False) -> None:
+        self.name, self.files, self.part = name, files, part
+        self.report, self.output = Path(), Path(os.devnull)  # before it starts
         self.waits = name in WAITING
         self.command = [sys.executable, "-m", "pytest", f"--ranks={sizes}", f"--ranks-timeout={SILENCE}", *arguments]
         self.counts = Counter[str]()
@@ -52,17 +59,18 @@ class Run:
         self.seconds = 0.0
 
     def start(self, folder: Path) -> None:
-        self.report, self.output = folder / "report.xml", (folder / "output").open("w+b")
+        self.report, self.output = folder / "report.xml", folder / "output"
         self.began = time.monotonic()
-        self.process = subprocess.Popen(
-            [*self.command, f"--junitxml={self.report}"],
-            cwd=ROOT,
-            env=job_environment(1),
-            stdin=subprocess.DEVNULL,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*self.command, f"--junitxml={self.report}"],
+                cwd=ROOT,
+                env=job_environment(1),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def is_over(self, may_be_empty: bool) -> bool:
         """Return whether it has ended; then judge it, and show what it has printed if tests have failed."""
@@ -83,9 +91,20 @@ class Run:
             self.counts["failed"] += 1
             self.failures.append("no test was executed" if empty else f"pytest ended with exit status {status}")
         if self.failures:
-            self.output.seek(0)
-            print(f"\n===== {self.name}\n{self.output.read().decode(errors='replace')}", flush=True)
+            print(f"\n===== {self.name}\n{self.printed()}", flush=True)
         return True
+
+    def printed(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def so_far(self) -> Counter[str]:
+        """Return how many tests have passed and failed, and how many files are over, of a run that may go on."""
+        if self.seconds:
+            return self.counts + Counter(files=self.files)
+        lines = LETTERS.findall(self.printed())
+        letters = Counter("".join(letters for letters, _ in lines))
+        percent = max((int(part) for _, part in lines if part), default=0)
+        return Counter(passed=letters["."], failed=letters["F"] + letters["E"], files=self.files * percent // 100)
 
     def summary(self) -> str:
         return ", ".join(f"{self.counts[column]} {column}" for column in COLUMNS)
@@ -118,10 +137,11 @@ def main() -> int:
 def execute(runs: list[Run], may_be_empty: bool) -> None:
     """Execute them in this order, several at once where there are cores, and tell of each when it is over.
 
-    Interrupted, stop those that are under way.
+    Each minute, say how far they all are. Interrupted, stop those that are under way.
     """
     queues = [deque(run for run in runs if run.waits is waits) for waits in (False, True)]
     running: list[Run] = []
+    last_line = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
             while any(queues) or running:
@@ -132,6 +152,11 @@ def execute(runs: list[Run], may_be_empty: bool) -> None:
                 for run in [run for run in running if run.is_over(may_be_empty)]:
                     running.remove(run)
                     print(f"{run.name}: {run.summary()}, {run.seconds:.1f} s", flush=True)
+                if time.monotonic() - last_line >= TELLING:
+                    last_line = time.monotonic()
+                    so_far = sum((run.so_far() for run in runs), Counter[str]())
+                    of_all = f"{so_far['files']} of {sum(run.files for run in runs)} files"
+                    print(f"{of_all}, {so_far['passed']} passed, {so_far['failed']} failed", flush=True)
                 time.sleep(0.1)
         except KeyboardInterrupt:
             print(f"interrupted in {' and '.join(run.name for run in running)}")
@@ -200,6 +225,11 @@ def file_of(path: Path) -> Path:
     return Path(str(path).partition("::")[0])
 
 
+def files_of(path: Path) -> list[Path]:
+    """The files of tests in a folder, or the one of `file.py::test`."""
+    return list(path.rglob("test_*.py")) if path.is_dir() else [file_of(path)]
+
+
 def plan(options: argparse.Namespace) -> list[Run]:
     """Return the runs for these options, in order."""
     with_cupy = ["--gpu"] * options.gpu + ["--cupy-on-cpu"] * options.cupy_on_cpu
@@ -211,21 +241,24 @@ def plan(options: argparse.Namespace) -> list[Run]:
     runs: list[Run] = []
     if with_ranks:
         sizes = ",".join(map(str, options.n))
-        runs.append(Run(f"--ranks {sizes}", [*pytest, *map(str, with_ranks)], sizes))
+        files = sum(len(files_of(path)) for path in with_ranks)
+        runs.append(Run(f"--ranks {sizes}", [*pytest, *map(str, with_ranks)], files, sizes))
     if in_one_process and options.jobs:
         parts = dict[str, list[Path]]()
         for path in in_one_process:
             # The files of a folder share the cores. Those from which a few tests are chosen do not repay a start each.
             chosen = path.is_file() or "::" in path.name or options.k or with_cupy
-            for part in [path] if chosen else sorted(path.rglob("test_*.py"), key=_size, reverse=True):
+            for part in [path] if chosen else sorted(files_of(path), key=_size):
                 name = part.relative_to(TESTS)
                 parts.setdefault(name.parts[0] if chosen else str(name.with_suffix("")), []).append(part)
-        runs += [Run(name, [*pytest, *map(str, paths)], part="/" in name) for name, paths in parts.items()]
+        for name, paths in parts.items():
+            files = sum(len(files_of(path)) for path in paths)
+            runs.append(Run(name, [*pytest, *map(str, paths)], files, part="/" in name))
     return runs
 
 
 def _size(path: Path) -> int:
-    """A guess at how long a file of tests takes: the longest run begins first, so that none is left at the end."""
+    """A guess at how long a file of tests takes: short ones begin, and tell soon; --ranks, beside them, ends last."""
     return path.stat().st_size
 
 

@@ -31,9 +31,9 @@ def tensors_for_tensors(function: Function) -> Function:
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
+            if "torch" in sys.modules:
+                return _outside_graphs(function, arguments, options)
             with standard_arithmetic():
-                if "torch" in sys.modules:
-                    return _called(function, arguments, options)
                 return function(*arguments, **options)
         except BaseException as error:
             hint_at_position(error, function, "comm by position")
@@ -51,19 +51,31 @@ def tensors_on_this_rank(function: Function) -> Function:
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
+        if "torch" in sys.modules:
+            return _outside_graphs(function, arguments, options)
         with standard_arithmetic():
-            if "torch" in sys.modules:
-                return _called(function, arguments, options)
             return function(*arguments, **options)
 
     return call  # type: ignore[return-value]  # as above
 
 
+def _outside_graphs(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Call `function`; `torch.compile`, which cannot follow what NumPy and MPI do, breaks its graph here.
+
+    It does so at `disable` itself, which therefore is called each time: it takes 10 us, and to keep what it returns is
+    a state that graphs would have to guard.
+    """
+    if "torch._dynamo" in sys.modules:  # before that nothing is compiled; to import it would take seconds
+        return sys.modules["torch"].compiler.disable(_called)(function, arguments, options)
+    return _called(function, arguments, options)
+
+
 def _called(function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     values = *arguments, *options.values()
-    if any(map(is_distributed, values)) and (found := call_on_mesh(function, arguments, options)):
-        return _converted(*found)
-    results = function(*arguments, **options)
+    with standard_arithmetic():
+        if any(map(is_distributed, values)) and (found := call_on_mesh(function, arguments, options)):
+            return _converted(*found)
+        results = function(*arguments, **options)
     return _converted(results) if set(_kinds(values)) == {True} else results
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 import math
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -363,6 +364,13 @@ def _as_float(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
+def _exactly(value: Any) -> Any:
+    """Return a number in a type that Python compares with ints, and takes from them, without rounding."""
+    value = value.item() if isinstance(value, np.generic) else value
+    is_float = isinstance(value, float | np.floating) and math.isfinite(value)
+    return Fraction(*value.as_integer_ratio()) if is_float else value
+
+
 def real_array(value: Any, name: str) -> Array:
     """Return an array of real numbers on the host; `TypeError`, which names the argument, for others."""
     array = to_host(as_array(value, name))
@@ -428,8 +436,9 @@ def _far(held: Array, right: Numbers, limits: dict[str, float], place: Place) ->
     if in_ulps:
         distance, unit = distances(held, head, right.rest), ulp(head, dtype)
     else:
-        apart = np.abs(held.astype(object) - right.given.astype(object))
-        distance, unit = np.array([_as_float(each) for each in apart.flat]).reshape(held.shape), np.ones(held.shape)
+        exact = right.given if right.given.dtype.kind in "iuO" else right.head
+        apart = [abs(x - _exactly(y)) for x, y in zip(held.astype(object).flat, exact.astype(object).flat, strict=True)]
+        distance, unit = np.array([_as_float(each) for each in apart]).reshape(held.shape), np.ones(held.shape)
     ulps = np.where(np.isnan(distance), np.inf, distance / unit)
     close = ulps <= limits["most"] if "most" in limits else distance <= limits["atol"] + limits["rtol"] * np.abs(head)
     off = ~((distance == 0) | close) | np.isinf(distance)
@@ -484,7 +493,7 @@ def _difference(one: list[tuple[str, Any]], other: list[tuple[str, Any]]) -> str
 
 def _difference_of(one: Any, other: Any) -> str:
     are_arrays = isinstance(one, np.ndarray), isinstance(other, np.ndarray)
-    if not any(are_arrays) and (one == other or (one != one and other != other)):
+    if not any(are_arrays) and (_exactly(one) == _exactly(other) or (one != one and other != other)):
         return ""
     if not all(are_arrays):
         return f"{shown(one)}, not {shown(other)}"

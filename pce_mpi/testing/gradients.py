@@ -31,6 +31,8 @@ Function = Callable[..., Any]
 STEP = 2.0**-17
 # Central differences with this step leave about eps**(2/3), 2**-35, and third derivatives of up to a few hundred.
 _RTOL = 2.0**-26
+# Rounding leaves eps / STEP, 2**-35, of the largest result in a difference quotient of a function that is constant.
+_ROUNDING = 2.0**-31
 _MOST_SHOWN = 3
 
 
@@ -53,7 +55,8 @@ def check_gradients(
       difference along u: this covers all elements;
     - the results themselves are compared with those on one rank.
 
-    Two numbers may differ by `rtol` max(1, |difference quotient|, largest |result|).
+    Two numbers may differ by `rtol` max(1, |difference quotient|, largest |result|). An operand whose derivatives
+    are all smaller than what may differ, but not 0, fails: a gradient of 0 would pass as well.
 
     Parameters
     ----------
@@ -84,7 +87,8 @@ def check_gradients(
     ------
     AssertionError
         On every rank, if a number is wrong. The text says at how many placements, and for the first ones the operand,
-        the placement of each operand, the global index, and both numbers.
+        the placement of each operand, the global index, and both numbers. Or that an operand's
+        derivatives are smaller than what may differ.
     TypeError, ValueError
         If an argument is wrong, on every rank.
     Exception
@@ -134,7 +138,7 @@ def check_gradients(
             error.add_note(f"in check_gradients, with {placed}")
             raise
     of_all = f"{tried} placements{f' tried, of {total}' if total > tried else ''}"
-    ranks.fail(f"wrong at {len(wrong)} of {of_all}:{''.join(wrong[:_MOST_SHOWN])}" if wrong else "")
+    ranks.fail(f"wrong at {len(wrong)} of {of_all}:{''.join(wrong[:_MOST_SHOWN])}" if wrong else check.unseen(rtol))
     return tried
 
 
@@ -147,20 +151,25 @@ class _Check:
             with no_grad():
                 return [to_host(result.full()) for result in self._results_of(held)]
 
-        def loss(*values: Array) -> float:
-            return projected(plain(*values), self._upstream)
-
         rng = np.random.default_rng(0)
         self._function, self._operands = function, operands
         self._results = plain(*operands)
         self._upstream = [np.where(np.isfinite(x), normal_numbers(rng, x.shape), 0.0) for x in self._results]
-        self._size = max([1.0, *(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in self._results)])
+        self._largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in self._results)
+        self._size = max(1.0, self._largest)
         self._probes = [
-            (number, text, direction, slope(loss, operands, number, direction))
+            (number, text, direction, slope(plain, self._upstream, operands, number, direction))
             for number, x in enumerate(operands)
             if x.dtype == np.float64
             for text, direction in _directions(x, elements, rng)
         ]
+        # By operand: the largest derivative, by finite differences or by `backward`.
+        self._steepest = dict[int, float]()
+        for number, _, _, quotient in self._probes:
+            self._note(number, quotient)
+
+    def _note(self, number: int, derivative: float) -> None:
+        self._steepest[number] = max(self._steepest.get(number, 0.0), abs(derivative))
 
     def _results_of(self, held: Sequence[DistArray]) -> list[DistArray]:
         results = self._function(*held)
@@ -187,8 +196,21 @@ class _Check:
                 yield f"result {number} at {at} is {got[at]!s}, on one rank {right[at]!s}"
         for number, text, direction, quotient in self._probes:
             derivative = float(np.sum(np.where(direction == 0.0, 0.0, gradients[number] * direction)))
+            self._note(number, derivative)
             if not abs(derivative - quotient) <= rtol * max(self._size, abs(quotient)):
                 yield f"operand {number}: {text.format(derivative)}, by finite differences {quotient!r}"
+
+    def unseen(self, rtol: float) -> str:
+        """Say which operand has derivatives that are not 0, but are where 0 would pass too; "" if none has."""
+        most, rounding = rtol * self._size, _ROUNDING * min(1.0, self._largest)
+        for number, steepest in self._steepest.items():
+            if rounding < steepest <= most:
+                return (
+                    f"has seen nothing but 0 of operand {number}: its largest derivative is {steepest:.2g}, and "
+                    f"numbers may differ by {most:.2g}, {rtol:.2g} of the largest result or of 1. "
+                    "Let operands and results have a size near 1, or pass a smaller rtol"
+                )
+        return ""
 
 
 def _directions(x: Array, elements: int, rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
@@ -227,15 +249,21 @@ def normal_numbers(rng: np.random.Generator, shape: Sequence[int]) -> Array:
     return np.asarray(drawn + 1 / 256)
 
 
-def projected(results: Sequence[Array], upstream: Sequence[Array]) -> float:
-    """Return <upstream, results>, without elements that are not finite."""
-    finite = (np.where(np.isfinite(result), result, 0.0) for result in results)
-    return sum(float(np.sum(result * v)) for result, v in zip(finite, upstream, strict=True))
-
-
 @np.errstate(all="ignore")
-def slope(function: Callable[..., float], operands: Sequence[Array], number: int, direction: Array) -> float:
-    """Return the derivative of a function along a direction of one operand, by a central difference."""
+def slope(
+    function: Callable[..., Sequence[Array]],
+    upstream: Sequence[Array],
+    operands: Sequence[Array],
+    number: int,
+    direction: Array,
+) -> float:
+    """Return the derivative of <upstream, function> along a direction of one operand, by a central difference.
+
+    Elements that are not finite are left out. Each element is subtracted by itself: small ones stay beside large ones.
+    """
     steps = ([*operands[:number], operands[number] + h * direction, *operands[number + 1 :]] for h in (STEP, -STEP))
     after, before = (function(*each) for each in steps)
-    return (after - before) / (2 * STEP)
+    total = 0.0
+    for x, y, v in zip(after, before, upstream, strict=True):
+        total += float(np.sum(np.where(np.isfinite(x - y), x - y, 0.0) * v))
+    return total / (2 * STEP)

@@ -38,8 +38,8 @@ def compare_with_one_process(
 
     Each element of a result, of the forward pass and of the backward pass, must have |many - one| <= most ulp(m), where
     m is the largest finite magnitude in the whole result on one rank, and ulp(m) the distance of neighbours around m in
-    the dtype of the result: numbers that cancel have the error of their terms. Integers and bool must be equal. So must
-    be what the program returns.
+    the dtype of the result: numbers that cancel have the error of their terms. Integers and bool must be equal. What
+    the program returns must have the same parts, by their indices and keys, and is compared in the same way.
 
     Parameters
     ----------
@@ -133,6 +133,8 @@ class _Result:
     @np.errstate(all="ignore")
     def difference(self, one: _Result, most: float, bits: bool) -> str:
         """Say how this result of many ranks differs from that of one; "" if it does not."""
+        if self.name != one.name:  # a part of what the program returns: operations of two names are no pair
+            return f"is missing on one rank, which has {one.name}"
         dtype = self.held.dtype
         if (dtype, self.shape) != (one.held.dtype, one.shape):
             return f"is {dtype} {self.shape}, on one rank {one.held.dtype} {one.shape}"

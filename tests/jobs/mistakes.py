@@ -336,6 +336,42 @@ def rate_as_text():
     pce.SGD([Tape().w], lr="0.1")
 
 
+# -------------------------------------------------------------------------------- calls of some ranks, which then wait
+
+ENDED = "ended. Every rank has to make this call"
+
+
+@raises(pce_mpi.CollectiveTimeout, ENDED)
+def loss_on_one_rank():
+    loss()
+    if comm.rank == 0:
+        loss()
+
+
+@raises(pce_mpi.CollectiveTimeout, ENDED)
+def no_comm_on_one_rank():
+    loss()
+    batch = Batch()
+    loss() if comm.rank else pce.softmax_cross_entropy(batch.logits, batch.targets % 30)
+
+
+@raises(pce_mpi.CollectiveTimeout, ENDED)
+def array_printed_on_one_rank():
+    tape = Tape()
+    if comm.rank == 0:
+        print(tape.w.full())
+
+
+@raises(pce_mpi.CollectiveTimeout, ENDED)
+def step_fewer_on_one_rank():
+    tape = Tape()
+    for _ in range(3 - (comm.rank == 1)):
+        tape.loss().item()
+
+
+# ------------------------------------------------------------------------------------------------------ one rank's own
+
+
 @raises(FileNotFoundError, "no batch for rank 1")
 def file_of_one_rank():
     tape = Tape()

@@ -9,8 +9,6 @@ from functools import cached_property
 import inspect
 from typing import Any
 
-from numpydoc.docscrape import NumpyDocString
-
 import pce_mpi
 from pce_mpi.cli import _parser
 import pce_mpi.conformance
@@ -64,6 +62,8 @@ def form_of(thing: Any) -> str:
         return f"({thing.__mro__[1].__name__})"
     if issubclass(thing, Enum):
         return f": {', '.join(thing.__members__)}"
+    from numpydoc.docscrape import NumpyDocString
+
     sections = NumpyDocString(inspect.cleandoc(thing.__doc__ or ""))
     made = signature_of(thing) if sections["Parameters"] else ""
     attributes = ", ".join(each.name for each in sections["Attributes"])

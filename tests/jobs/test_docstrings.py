@@ -11,7 +11,6 @@ import re
 from typing import Any, TypedDict, Unpack
 import warnings
 
-from numpydoc.docscrape import NumpyDocString
 import pytest
 
 from jobs.launch import ROOT
@@ -46,10 +45,11 @@ def parameters_of(thing: Any) -> list[str]:
 
 def faults(thing: Any) -> Iterator[str]:
     """Yield the ways in which the docstring of a public name does not follow numpydoc."""
+    docscrape = pytest.importorskip("numpydoc.docscrape", reason="`make lint` installs numpydoc")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # numpydoc warns of sections that it does not know
-            doc = NumpyDocString(inspect.cleandoc(thing.__doc__ or ""))
+            doc = docscrape.NumpyDocString(inspect.cleandoc(thing.__doc__ or ""))
     except (UserWarning, ValueError) as problem:
         yield str(problem)
         return

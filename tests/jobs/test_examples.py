@@ -384,6 +384,8 @@ def test_rank_0_alone_prints_result(trained_on_a_slice):
     assert re.search(r"training: +\d+%\|.*\| \d+/30 \[00:\d\d<00:\d\d, .*, loss=\d\.\d+\]", output.stderr)
     assert f"{STEPS}/{STEPS} [" in output.stderr
     assert f"loss={losses[-1]:.3f}]" in output.stderr
+    *_, seconds = re.findall(r" \[00:(\d\d)<", output.stderr)
+    assert output.stderr.count("training:") <= 3 + int(seconds) // 10  # a log has no line for each second
 
 
 # ---------------------------------------------------------------------------------------------------------- transformer

@@ -100,6 +100,21 @@ def test_run_tells_outcome_by_part_and_in_total(suite):
     assert closing_line(job) == "6 passed, 0 failed, 2 skipped"
 
 
+def test_run_says_how_far_it_is(suite):
+    change(suite, "tests/run.py", "TELLING = 60", "TELLING = 0.2")
+    write(suite, "tests/ranks/test_it.py", "def test_of_ranks(comm):\n    pass")
+    write(suite, "tests/jobs/test_short.py", "def test_a():\n    assert False\n\ndef test_b():\n    pass")
+    long = "import time\n\ndef test_a():\n    pass\n\ndef test_b():\n    time.sleep(3)\n"
+    write(suite, "tests/jobs/test_long.py", long)
+    core = str(min(os.sched_getaffinity(0)))
+    job = complete(["taskset", "--cpu-list", core, sys.executable, "tests/run.py", "-n", "1", "2"], cwd=suite)
+    lines = re.findall(r"^\d of 3 files, \d passed, \d failed$", job.stdout, re.MULTILINE)
+    assert lines[0] == "0 of 3 files, 0 passed, 0 failed" and lines == sorted(lines)
+    # A file that is not over counts by the tests of it that are.
+    assert "2 of 3 files, 4 passed, 1 failed" in lines
+    assert closing_line(job) == "5 passed, 1 failed, 0 skipped"
+
+
 def test_file_that_waits_runs_beside_another(suite):
     # Each waits for the other, and the one core is not enough for two files that compute.
     for name in ("test_failing_ranks", "test_other"):

@@ -105,17 +105,31 @@ def put(path, script):
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_build_says_that_it_goes_on(tmp_path, status):
+@pytest.mark.parametrize("fails", ["", "numpy", "--editable"])
+def test_build_says_what_goes_on(tmp_path, fails):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/pip").touch()
-    put(tmp_path / "bin/python", f'case "$*" in *--editable*) /bin/sleep 2; exit {status};; esac')
+    status = f'case "$*" in *{fails}*) exit 3;; esac' if fails else "exit 0"
+    put(tmp_path / "bin/python", f'case "$*" in *install*) /bin/sleep 1;; esac; {status}')
     put(tmp_path / "quicker/sleep", "exec /bin/sleep 0.2")
     done = make(f"{tmp_path}/installed/mpich/package", f"VENV={tmp_path}", path=[tmp_path / "quicker"])
-    before, *ticks = [line for line in done.stdout.splitlines() if re.search(r"compiles|^  \.\.\. ", line)]
-    assert before == "pip installs mpich and NumPy and compiles the loss for this machine (if there is g++ or clang++):"
-    assert len(ticks) >= 3 and all(re.fullmatch(r"  \.\.\. \d+ s", tick) for tick in ticks)
-    assert bool(done.returncode) == bool(status) != (tmp_path / "installed/mpich/package").exists()
+    steps = [line for line in done.stdout.splitlines() if not re.fullmatch(r"  \.\.\. \d+ s", line)]
+    # What is printed says whether pip or the compiler is at work, or has failed, and nothing else.
+    compiling = "The loss is compiled for this machine if it has g++ or clang++:"
+    assert steps == ["pip installs mpich, NumPy and mpi4py:", compiling][: 1 if fails == "numpy" else 2]
+    assert done.stdout.count("  ... ") >= 2
+    assert bool(done.returncode) == bool(fails) != (tmp_path / "installed/mpich/package").exists()
+
+
+def test_make_test_says_how_long_it_takes(tmp_path):
+    (tmp_path / "installed/mpich").mkdir(parents=True)
+    for made in ("bin/pip", "installed/mpich/package", "installed/mpich/test"):
+        put(tmp_path / made, "")
+    put(tmp_path / "bin/python", "echo the tests run")
+    done = make("test", f"VENV={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    before, _ = done.stdout.split("the tests run\n")
+    assert "1 to 4 ranks" in before and "14 minutes on 2 idle cores" in before
 
 
 def test_make_run_says_what_to_try_next(tmp_path):

@@ -55,7 +55,7 @@ def compare(options):
     given += ["--statistics"] * options.statistics
     pairs = [
         {**launch("theirs", options, given, __file__), **launch("ours", options, given, __file__)}
-        for _ in tqdm(range(options.pairs), desc="pairs", file=sys.stderr)
+        for _ in tqdm(range(options.pairs), desc="pairs", file=sys.stderr, disable=None)
     ]
     chunk = 4 * options.chunk * -(-options.classes // options.ranks)
     size = (

@@ -294,7 +294,7 @@ def compare(options):
     given = ["--rows", str(options.rows), "--classes", str(options.classes), "--dtype", options.dtype, "--case"]
     pairs = [
         [launch(role, options, [*given, *options.case], __file__) for role in ("theirs", "ours")]
-        for _ in tqdm(range(options.pairs), desc="pairs", file=sys.stderr)
+        for _ in tqdm(range(options.pairs), desc="pairs", file=sys.stderr, disable=None)
     ]
     for case in options.case:
         seconds = np.array([[each[case]["seconds"] for each in pair] for pair in pairs])

@@ -84,7 +84,7 @@ def compare(options):
         + "  ".join(f"{name:>25}" for name in names)
         + "   MiB"
     )
-    with tqdm(total=len(sizes) * options.pairs, desc="pairs", file=sys.stderr) as bar:
+    with tqdm(total=len(sizes) * options.pairs, desc="pairs", file=sys.stderr, disable=None) as bar:
         for dtype, classes in sizes:
             rows = options.rows or max(1, 125_000_000 * options.ranks // (classes * np.dtype(DTYPES[dtype]).itemsize))
             pairs = []

@@ -186,6 +186,20 @@ def test_tensor_of_another_kind_is_right_everywhere(alone, kind):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("role", ["logits", "dloss", "w"])
+def test_call_breaks_the_graph_of_torch_compile(alone, role):
+    plain, call = by_role()[role]
+    compiled = torch.compile(lambda x: [2 * each for each in call(+x)], backend="eager")
+    values = [plain, *[over_a_mesh(plain)] * (role == "logits")]
+    for value in values:
+        for expected, found in zip(call(value), compiled(value), strict=True):
+            assert type(found) is type(expected) and torch.equal(found, 2 * expected)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(call, backend="eager", fullgraph=True)(plain)
+
+
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_tensor_without_memory_of_its_own_is_refused(alone, kind):
     make, said = REFUSED[kind]

@@ -76,6 +76,21 @@ def test_whole_numbers_beyond_float64_are_told_apart():
         assert_ulps(np.array([True, False]), [True, True], 0.5)
 
 
+@pytest.mark.parametrize(
+    "exact",
+    [2.0**53, [2.0**53], [Fraction(2**53)], np.array([np.float32(2**53)], object), np.array([2**53], np.float32)],
+)
+def test_whole_numbers_are_compared_exactly_with_floats(exact):
+    got = np.full(np.shape(exact), 2**53 + 1)
+    text = words_of(SELF, assert_ulps, got, exact, 0.5)
+    assert text.startswith("more than 0.5 ulp of int64 off: 1 of 1 elements\n")
+    assert_ulps(got, exact, 1)
+    with pytest.raises(AssertionError):
+        assert_close(got, exact, rtol=0, atol=0.5)
+    with pytest.raises(AssertionError):
+        assert_ulps(got, np.full_like(exact, np.inf), 1)
+
+
 SPECIAL = [0.0, -0.0, 1.0, 1.0 + 1e-7, -1.0, 3e38, np.inf, -np.inf, np.nan, 5e-324]
 
 
@@ -216,6 +231,8 @@ def test_rank_that_differs_from_most_is_named(comm):
         assert words_of(comm, assert_same_on_ranks, mine, comm) == said + words
     text = words_of(comm, assert_same_on_ranks, comm.rank, comm)
     assert text == "rank 1 differs from rank 0: 1, not 0\nrank 2 differs from rank 0: 2, not 0"
+    big = np.int64(2**53 + 1) if comm.rank == 1 else np.float64(2**53)  # equal as float64
+    assert words_of(comm, assert_same_on_ranks, big, comm).startswith(f"{said}: ")
 
 
 # ----------------------------------------------------------------------------------------------------------------- cuts

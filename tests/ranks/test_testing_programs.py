@@ -67,6 +67,26 @@ def mesh_of_self():
     return alone("data").comm("data")
 
 
+@pytest.mark.parametrize("kind", ["small results", "large operands", "a large result beside"])
+def test_gradients_below_the_tolerance_are_no_proof(kind):
+    def half_of_gradient(x):
+        y = op_with(0.5)(x)
+        return {"small results": 1e-9 * y, "large operands": y, "a large result beside": [y, 1e9 + 0 * x]}[kind]
+
+    x = np.array([0.5, 2.0]) * (1e9 if kind == "large operands" else 1.0)
+    text = words_of(mesh_of_self(), check_gradients, half_of_gradient, x)
+    assert "has seen nothing but 0 of operand 0: its largest derivative is " in text
+
+
+def test_gradients_of_constants_are_right():
+    for constant in (
+        lambda x: 0 * x,
+        lambda x: pce.softmax(x).sum(axis=-1),
+        lambda x: 1e-9 * pce.softmax(x).sum(axis=-1),
+    ):
+        assert check_gradients(constant, X) == 4
+
+
 @pytest.mark.ranks(2, 3)  # where there are shards and terms
 def test_wrong_rule_is_found_where_it_is_wrong(comm):
     mesh = mesh_of(comm, comm.size)
@@ -175,6 +195,10 @@ def test_backward_and_returned_values_are_compared(comm, monkeypatch):
         (
             lambda mesh: [0] * mesh.size,
             "the returned value differs: 1 of 1 elements\n  at (): list of 2, on one rank list of 1",
+        ),
+        (
+            lambda mesh: {"a": 1.0} if mesh is one else {"b": 1.0},
+            "the returned value['b'] is missing on one rank, which has the returned value['a']",
         ),
     ]:
         assert words_of(comm, compare_with_one_process, returned, comm) == f"ranks 0, 1 along data: {words}"
