@@ -60,7 +60,20 @@ def mutated(node: ast.AST, dry: bool = False) -> bool:
 def failures(copy: Path, group: str, seconds: float) -> list[str]:
     """Run tests up to the first failure and return its name, or how they ended."""
     ranks, *tests = shlex.split(group)
-    pytest = [sys.executable, "-m", "mpi4py", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--ranks", ranks, *tests]
+    pytest = [
+        sys.executable,
+        "-m",
+        "mpi4py",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--ranks",
+        ranks,
+        *tests,
+    ]
     variables = {"PCE_MPI_TIMEOUT": "10", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = ["timeout", "-k", "5", f"{seconds}", "mpiexec", "-n", ranks, *pytest]
