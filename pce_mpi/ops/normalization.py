@@ -21,7 +21,7 @@ from pce_mpi.exact.functions import BLOCK, BLOCK_ON_GPU
 from pce_mpi.kernels import layer_loops
 from pce_mpi.ops.elementwise import astype, widened
 from pce_mpi.ops.reductions import deviations, in_float64, sums
-from pce_mpi.ops.shape import normalized_axis, reshape
+from pce_mpi.ops.shape import local_sum, normalized_axis, reshape
 from pce_mpi.validation import real
 
 
@@ -168,16 +168,18 @@ def _pulled(g: Array, normal: Array, deviation: Array, moments: Array, count: in
 # ------------------------------------------------------------------------------------------------- rows that are whole
 
 
-def _blocks(rows: Array) -> Iterator[slice]:
+def _blocks(rows: Array, step: int = 0) -> Iterator[slice]:
     size = BLOCK if array_namespace(rows) is np else BLOCK_ON_GPU
-    step = max(1, size // max(1, rows.shape[1]))
+    step = step or max(1, size // max(1, rows.shape[1]))
     return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 def _as_rows(x: Array, axis: int) -> Array:
+    """Return `x` as rows that are consecutive, in which NumPy adds up in pairs, and which the loops take."""
+    xp = array_namespace(x)
     if axis < x.ndim - 1:  # moveaxis takes as long as normalizing some thousand numbers
-        x = array_namespace(x).moveaxis(x, axis, -1)
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        x = xp.moveaxis(x, axis, -1)
+    return xp.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _as_array(rows: Array, shape: Shape, axis: int) -> Array:
@@ -238,12 +240,16 @@ def _gradient(call: Call, g: Array, x: Array, statistics: Array, *scale: Array, 
 
 def _gradient_of_scale(call: Call, g: Array, x: Array, statistics: Array, axis: int) -> Array:
     upstream, rows, of_rows = (_as_rows(each, axis) for each in (g, x, statistics))
-    found = array_namespace(g).zeros(rows.shape[1])
-    if loops := layer_loops(rows, upstream):
-        loops.add_scale_gradient(upstream, rows, of_rows, found)
-    else:
-        for block in _blocks(rows):
-            found += (upstream[block] * _normal(rows[block], of_rows[block])).sum(0)
+    loops = layer_loops(rows, upstream)
+    # The loops add row by row: the error of a sum of sums grows with the square root of the number of rows.
+    blocks = list(_blocks(rows, max(32, math.isqrt(len(rows))) if loops else 0))
+    parts = array_namespace(g).zeros((len(blocks), rows.shape[1]))
+    for part, block in zip(parts, blocks, strict=True):
+        if loops:
+            loops.add_scale_gradient(upstream[block], rows[block], of_rows[block], part)
+        else:
+            part += local_sum(upstream[block] * _normal(rows[block], of_rows[block]), (0,))
+    found = local_sum(parts, (0,))
     return found.astype(result_type(g.dtype, x.dtype))
 
 

@@ -29,6 +29,7 @@ from pce_mpi.ops.shape import (
     exact_total,
     kept_shape,
     local_extreme,
+    local_sum,
     normalized_axes,
     normalized_axis,
     reduction_rule,
@@ -110,7 +111,7 @@ def cumsum(x: DistArray, axis: int | None = None) -> DistArray:
 
 
 def _mean(call: Call, x: Array, axes: tuple[int, ...], keepdims: bool, count: int) -> Array:
-    total = (x if is_floating(x.dtype) else x.astype(np.float64)).sum(axes, keepdims=keepdims)
+    total = local_sum(x if is_floating(x.dtype) else x.astype(np.float64), axes, keepdims)
     return total / total.dtype.type(count)
 
 

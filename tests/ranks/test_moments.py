@@ -11,7 +11,7 @@ from pce_mpi import Replicate, Shard
 from pce_mpi.ops import normalization
 from ranks.grids import mesh_of
 from ranks.op_cases import alone
-from ulps import MOMENTS, worst
+from ulps import MOMENTS, OPERATION, worst
 
 ROWS, COLUMNS = 3, 41
 EPS = 1e-5
@@ -193,3 +193,30 @@ def test_many_numbers_are_added_in_pairs():
         assert (
             worst(pce.var(pce.distribute(array, alone()), axis).full(), expected.astype(float), np.float64) <= MOMENTS
         )
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_rows_apart_in_memory_keep_digits(loops, name):
+    rng = np.random.default_rng(0)
+    g = rng.normal(0, 1, (2, 5000))
+    for x in (rng.normal(0, 1, (2, 5000)), np.array([[0.1] * 4999 + [0.3]] * 2)):
+        expected, gradient = FUNCTIONS[name][1](x, g)
+        of_first = pce.distribute(np.ascontiguousarray(x.T), alone(), requires_grad=True)
+        of_fortran = pce.distribute(np.asfortranarray(x), alone(), requires_grad=True)
+        for held, axis, upstream in ((of_first, 0, g.T), (of_fortran, 1, g)):
+            y = getattr(pce, name)(held, axis=axis)
+            (y * upstream).sum().backward()
+            for found, exact in ((y.full(), expected), (held.grad.full(), gradient)):
+                rows = found.T if axis == 0 else found
+                size = np.broadcast_to(np.abs(exact).max(axis=1, keepdims=True), exact.shape)
+                assert worst(rows, exact, np.float64, size) <= MOMENTS, (name, axis)
+
+
+@pytest.mark.parametrize("function", [pce.sum, pce.mean])
+def test_sums_along_any_axis_keep_digits(function):
+    for dtype in (np.float32, np.float64):
+        x = np.full((8200, 3), 0.1, dtype)
+        expected = np.full(3, float(dtype(0.1)) * (len(x) if function is pce.sum else 1))
+        for array, axes in ((x, 0), (np.asfortranarray(x.T), 1), (np.broadcast_to(x[:, None], (8200, 2, 3)), (0, 1))):
+            exact = expected * (2 if axes == (0, 1) and function is pce.sum else 1)
+            assert worst(function(pce.distribute(array, alone()), axes).full(), exact, dtype) <= OPERATION
