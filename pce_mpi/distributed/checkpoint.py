@@ -259,8 +259,8 @@ def load(
         The ranks.
     placements : mapping of str to mapping of str to placement, or to DistArray, optional
         The arrays to load, by name, with their placements: `{"w": {"model": Shard(0)}, "b": {}}`. Dims that are not
-        named are Replicate, and none can be Partial. Shards are balanced, however they were saved. A distributed array
-        instead of a mapping means its placements and split points, Replicate for Partial; its shape must be that in
+        named are Replicate, and so are Partial ones, as `save` reduces them. Shards are balanced, however they were
+        saved. A distributed array instead of a mapping means its placements and split points; its shape must be that in
         the file. So the parameters of a model, such as `{"w": w}`, or the `state` of an optimizer can be passed as they
         are. Without `placements` all arrays are loaded, Replicate.
     requires_grad : bool, optional
@@ -468,9 +468,7 @@ def _wanted(placements: Placements | DistArray, mesh: Mesh, shape: tuple[int, ..
             raise ValueError(f"the array has the shape {placements.shape}, but the one in {str(path)!r} has {shape}")
         sharding = placements.sharding.natural
     elif isinstance(placements, Mapping):
-        sharding = Sharding.of(mesh.dim_sizes, shape, placements)
+        sharding = Sharding.of(mesh.dim_sizes, shape, placements).natural
     else:
         raise TypeError(f"expected a dict of placements by dim, or a distributed array, got {placements!r}")
-    if sharding.partial_dims:
-        raise ValueError(f"a loaded array cannot be Partial, got {dict(sharding.by_dim)}")
     return sharding

@@ -131,9 +131,10 @@ def columns_of(targets: Array, ignored: int, class_start: int, num_classes: int)
     rows, numbers = len(targets), targets.astype(np.int64, copy=False)
     found = cupy.empty(rows, np.int64), cupy.empty(rows, np.bool_), cupy.zeros(1, np.int32)
     if rows:
-        can_be = -(2**63) <= ignored < 2**63
-        of_targets = np.bool_(targets.dtype.kind == "u"), np.int64(ignored if can_be else 0), np.bool_(can_be)
-        given = np.int64(rows), *of_targets, np.int64(class_start), np.int64(num_classes)
+        least = 0 if targets.dtype.kind == "u" else -(2**63)
+        can_be = least <= ignored < least + 2**64
+        of_ignored = np.uint64(ignored % 2**64 if can_be else 0).view(np.int64), np.bool_(can_be)
+        given = np.int64(rows), *of_ignored, np.int64(class_start), np.int64(num_classes)
         _launch_for_rows(Kernel("targets.cu", "pce::fill_target_columns"), rows, numbers, *given, *found)
     return found
 

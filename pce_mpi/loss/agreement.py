@@ -27,7 +27,7 @@ from pce_mpi.hints import hinted
 from pce_mpi.hollow import Hollow
 from pce_mpi.kernels import host_kernel, kernel_of, sets_arithmetic
 from pce_mpi.loss.options import Options
-from pce_mpi.loss.problem import LARGEST, Pending, Problem, check, class_numbers_of, entry_text, target_text
+from pce_mpi.loss.problem import LARGEST, Pending, Problem, as_int64, check, class_numbers_of, entry_text, target_text
 from pce_mpi.validation import check_floating_point
 
 Facts = tuple[int, ...]
@@ -216,9 +216,9 @@ def _values(problem: Problem) -> Facts:
     comm = problem.options.comm
     pending = problem.pending or _NOTHING
     if pending.numbers is not None:
-        numbers = class_numbers_of(pending.numbers.wait().reshape(problem.targets_shape), problem.targets_name)
-        problem.targets, ignored = numbers, problem.options.ignore_index
-        problem.valid, _, highest = kernel_of(numbers).valid_rows(numbers, ignored)
+        array, ignore_index = pending.numbers.wait().reshape(problem.targets_shape), problem.options.ignore_index
+        problem.targets = numbers = class_numbers_of(array, problem.targets_name, ignore_index)
+        problem.valid, _, highest = kernel_of(numbers).valid_rows(numbers, as_int64(ignore_index, array.dtype))
         problem.highest_target = min(highest, LARGEST)
     if comm is None or comm.size == 1 or isinstance(comm, FakeComm):
         return problem.highest_target, 0, 0, 0

@@ -27,7 +27,7 @@ from pce_mpi.kernels.interface import NO_CLASS
 from pce_mpi.loss.agreement import agree_on, settle
 from pce_mpi.loss.options import Options, ShardedAxisOptions, takes
 from pce_mpi.loss.passes import PassResiduals
-from pce_mpi.loss.problem import LARGEST, Problem, check, class_numbers_of, rows_and_classes, upstream_of
+from pce_mpi.loss.problem import LARGEST, Problem, as_int64, check, class_numbers_of, rows_and_classes, upstream_of
 from pce_mpi.loss.tensors import tensors_for_tensors, tensors_on_this_rank
 from pce_mpi.validation import integer
 
@@ -166,8 +166,9 @@ def check_several(problem: Problem, numbers: Array, name: str) -> None:
     if cupy_of(numbers) is not None:
         check_one_library({"logits": logits, name: numbers})
         check_on_current_gpu({name: numbers})
-    flat = class_numbers_of(numbers, name)
-    problem.valid, problem.all_valid, highest = kernel_of(flat).valid_rows(flat, problem.options.ignore_index)
+    ignore_index = problem.options.ignore_index
+    flat, ignored = class_numbers_of(numbers, name, ignore_index), as_int64(ignore_index, numbers.dtype)
+    problem.valid, problem.all_valid, highest = kernel_of(flat).valid_rows(flat, ignored)
     problem.highest_target = min(highest, LARGEST)
     problem.targets, problem.targets_shape, problem.targets_name = flat, numbers.shape, name
     problem.several = True

@@ -262,7 +262,8 @@ def check(
     if class_numbers is None:
         valid, all_valid, highest = np.ones(math.prod(rows_shape), np.bool_), True, 0
     else:
-        valid, all_valid, highest = kernel_of(class_numbers).valid_rows(class_numbers, ignore_index)
+        ignored = as_int64(ignore_index, targets.dtype)
+        valid, all_valid, highest = kernel_of(class_numbers).valid_rows(class_numbers, ignored)
     xp = array_namespace(logits)
     if out is not None:
         out = check_out(out, inputs)
@@ -309,7 +310,7 @@ def _check_targets(
             )
         stay = on_gpu and cupy_of(targets) is not None
         flat = array_namespace(targets).ascontiguousarray(targets).reshape(-1) if stay else None
-        return class_numbers_of(targets, "targets") if flat is None else flat, None
+        return class_numbers_of(targets, "targets", ignore_index) if flat is None else flat, None
     if not is_floating(targets.dtype):
         raise TypeError(f"targets must be integers or floating-point probabilities, got {targets.dtype}")
     if targets.shape != logits.shape:
@@ -337,12 +338,19 @@ def _is_told_later(options: Options, class_numbers: Array | None) -> bool:
     return options.num_classes is None and options.comm is not None and options.comm.size > 1
 
 
-def class_numbers_of(array: Array, name: str) -> HostArray:
-    """Return the entries of `array` as flat int64 on the host."""
+def class_numbers_of(array: Array, name: str, ignore_index: int = -1) -> HostArray:
+    """Return the entries of `array` as flat int64 on the host; those to ignore as `as_int64` gives them."""
     host = to_host(array).reshape(-1)
-    if host.dtype == np.uint64 and host.size and host.max() > LARGEST:
-        raise IndexError(f"{target_text(host, array.shape, int(host.argmax()), name)} is no class number")
+    if host.dtype == np.uint64:
+        too_large = np.flatnonzero((host > LARGEST) & (host != ignore_index))
+        if too_large.size:
+            raise IndexError(f"{target_text(host, array.shape, int(too_large[0]), name)} is no class number")
     return host.astype(np.int64)
+
+
+def as_int64(ignore_index: int, dtype: DType) -> int:
+    """Return the class number to ignore as int64, if class numbers of `dtype` can be that."""
+    return ignore_index - 2**64 if dtype == np.uint64 and LARGEST < ignore_index < 2**64 else ignore_index
 
 
 def check_dtype_of_logits(dtype: DType, name: str) -> None:

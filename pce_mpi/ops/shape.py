@@ -382,7 +382,7 @@ def local_extreme(name: str, x: Array, axes: tuple[int, ...], keepdims: bool, lo
 
 
 # NumPy adds up in pairs along an axis that is consecutive in memory, and number by number along others. There so many
-# numbers are summed first, and then their sums: parts of 16 take longer, and of 128 lose two more bits of equal numbers.
+# numbers are summed first, and then their sums: parts of 16 take longer, and of 128 lose two bits more.
 _PART = 32
 
 

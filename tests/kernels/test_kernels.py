@@ -367,11 +367,16 @@ def test_chosen_columns_have_bits_of_host(cuda):
 
 def check_targets(cuda):
     pairs = (np.int64, -100), (np.int16, 7), (np.uint64, -100), (np.uint64, 7), (np.int64, 2**70), (np.uint8, -(2**70))
+    pairs += (np.uint64, 2**63), (np.uint64, 2**64 - 1), (np.int64, 2**64 - 1)
     for dtype, ignored in pairs:
         of_classes = np.arange(600) % 10
-        held = ignored if abs(ignored) < 2**63 else 5
+        held = ignored if -(2**63) <= ignored < 2**63 or (dtype is np.uint64 and ignored < 2**64) else 5
         for more in ([], [held], [10], [-1], [-(2**15), 9]):
-            targets = np.append(of_classes, more).astype(np.int64).astype(dtype)
+            targets = (
+                np.array([*of_classes.tolist(), *(number % 2**64 for number in more)], np.uint64)
+                .astype(np.int64)
+                .astype(dtype)
+            )
             columns, valid, wrong = (each.get() for each in cuda.columns_of(on_device(targets), ignored, 3, 10))
             known = (targets < 10) & (targets >= 0)
             counts = np.array([int(target) != ignored for target in targets])

@@ -131,7 +131,7 @@ FAULTS = [
     (check_chosen, "chosen.cu", "x[places[i]] = values[i]", "x[places[i]] = values[0]"),
     (check_large_elements, "chosen.cu", "found < value ? -infinity() : found", "found >= value ? found : -infinity()"),
     (check_large_elements, "chosen.cu", "least[row]", "least[0]"),
-    (check_targets, "targets.cu", "target != ignored || (is_unsigned && target < 0)", "target != ignored"),
+    (check_targets, "targets.cu", "!can_be || target != ignored", "target != ignored"),
     (check_targets, "targets.cu", "if (counts && !is_class)", "if (!is_class)"),
     (check_targets, "targets.cu", "target < num_classes;", "target <= num_classes;"),
     (check_forward, "storage.cuh", "(misaligned)) % width", "(misaligned) - 1) % width"),

@@ -80,6 +80,21 @@ def test_index_targets_may_have_any_integer_dtype(comm, dtype):
     right_results(comm, problem)
 
 
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**64 - 1])
+def test_any_unsigned_number_may_be_ignored(comm, number):
+    problem = draw(6, 11, ignored=0.4, ignore_index=100)
+    targets = np.where(problem.targets == 100, np.uint64(number), problem.targets.astype(np.uint64))
+    logits, _, options = part_of(comm, problem).on_this_rank(problem, comm=comm)
+    options["ignore_index"] = number
+    losses = pce.softmax_cross_entropy(logits, targets, **options, reduction="none")
+    statistics = pce.class_statistics(logits, targets[:, None], comm=comm, ignore_index=number)
+    other = number - 1 if number > 2**63 else 2**64 - 1
+    with pytest.raises(IndexError, match=f"targets\\[0\\] = {other} is no class number"):
+        pce.softmax_cross_entropy(logits, np.full(6, other, np.uint64), **options)
+    assert np.array_equal(losses == 0.0, targets == number)
+    assert np.array_equal(statistics.log_prob[:, 0] == 0.0, targets == number)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_probability_targets_may_have_another_dtype_than_logits(comm, dtype):
     problem = draw(6, 11, targets="probabilities")
