@@ -24,10 +24,14 @@ def with_margin(x: Array, scale: float, margin: tuple[float, float, float]) -> t
         return scale * (x - m3), np.full_like(x, scale)
     c = np.clip(x, -1.0, 1.0)
     sine = np.sqrt((1.0 - c) * (1.0 + c))
-    angle = m1 * np.arctan2(sine, c) + m2
+    angle, sign = m1 * np.arctan2(sine, c) + m2, 1.0
+    if m1 == np.rint(m1):  # near pi the angle is the distance from pi, which has all digits
+        angle = np.where(c < 0.0, m2 - m1 * np.arctan2(sine, -c), angle)
+        sign = np.where(c < 0.0, np.cos(np.pi * (m1 % 2.0)), 1.0)
+    cosine, of_angle = sign * np.cos(angle), sign * np.sin(angle)
     has_limit = (m2 == 0.0) & ((c > 0.0) | (m1 == np.rint(m1)))
-    slope = np.where(sine > 0.0, m1 * np.sin(angle) / sine, np.where(has_limit, m1 * m1 * np.cos(angle) * c, 0.0))
-    return np.where(np.isinf(x), x, scale * (np.cos(angle) - m3)), scale * slope
+    slope = np.where(sine > 0.0, m1 * of_angle / sine, np.where(has_limit, m1 * m1 * cosine * c, 0.0))
+    return np.where(np.isinf(x), x, scale * (cosine - m3)), scale * slope
 
 
 def softmax(x: Array, z: Array, held: Array, scale: float | None) -> tuple[Array, Array, Array, Array]:
@@ -45,8 +49,11 @@ def softmax(x: Array, z: Array, held: Array, scale: float | None) -> tuple[Array
     p = e / (total + _exp_difference(h, m, factor))
     p_held = 1.0 / (1.0 + a)
     # logsumexp(z) - z_c: two steps that cannot cancel, from z_c up to the larger of m and h, and from there
-    nll_held = np.where(h >= m, np.log1p(a), np.log(total + np.exp(factor * (h - m))) + factor * (m - h))
-    above = np.where(h >= m, np.log1p(a), np.log(total + np.exp(factor * (h - m))))
+    rest = without(e, others.argmax(axis=-1)).sum(axis=-1, keepdims=True, dtype=np.longdouble).astype(
+        np.float64
+    ) + np.exp(factor * (h - m))
+    above = np.where(h >= m, np.log1p(a), np.where(np.isfinite(m), np.log1p(rest), np.nan))
+    nll_held = np.where(h >= m, above, above + factor * (m - h))
     nll = above + factor * (np.maximum(h, m) - source)
     logsumexp = factor * np.maximum(h, m) + above
     p_minus_held = p.copy()
@@ -94,6 +101,13 @@ def at(array: Array, index: Array) -> Array:
 
 def put(array: Array, index: Array, values: Any) -> None:
     np.put_along_axis(array, index[..., None], np.broadcast_to(values, index.shape)[..., None], axis=-1)
+
+
+def without(array: Array, index: Array) -> Array:
+    """Return a copy with 0 at `index`."""
+    copy = array.copy()
+    put(copy, index, 0.0)
+    return copy
 
 
 def add_at(array: Array, index: Array, values: Array) -> None:
@@ -225,15 +239,14 @@ def softmax_cross_entropy_value_and_grad(
             q = np.moveaxis(targets.astype(np.float64), axis, -1)
             u = w * (q * (1.0 - label_smoothing) + label_smoothing / classes)
             divisor = valid.sum()
-        p, p_minus_held, nll, logsumexp = softmax(
-            x, z, held, logit_scale if softcap is None and margin is None else None
-        )
+        factor = logit_scale if softcap is None and margin is None else None
+        p, p_minus_held, nll, logsumexp = softmax(x, z, held, factor)
         loss = np.where((u == 0.0) | np.isinf(u), u, u * nll).sum(axis=-1) + z_loss * logsumexp * logsumexp
-        # sum_c u_c (p - [class is c]), the part of the class held apart written as u_h (p - [class is h])
-        u_held = at(u, held)[..., None]
-        others = u.copy()
-        put(others, held, 0.0)
-        dz = u_held * p_minus_held + others.sum(-1, keepdims=True) * p - others
+        # sum_c u_c (p - [class is c]), at two classes with u_c (p - 1) apart: the target and the likely class
+        u_held, likely = at(u, held)[..., None], z.argmax(axis=-1)
+        dz = u_held * p_minus_held + without(u, held).sum(-1, keepdims=True) * p - without(u, held)
+        at_likely = at(softmax(x, z, likely, factor)[1], likely) * at(u, likely)
+        put(dz, likely, without(u, likely).sum(-1) * at(p, likely) + at_likely)
         total = u.sum(-1, keepdims=True)
         dz = np.where(np.isfinite(total), dz, total * p - u)
         dz += (2.0 * z_loss * logsumexp)[..., None] * p

@@ -5,14 +5,16 @@ Its accuracy is held against mpmath in test_accuracy.py.
 
 import inspect
 from itertools import product
-from math import inf, log, nan
+from math import exp, inf, log, log1p, nan
 
 import ml_dtypes
+import mpmath
 import numpy as np
 import pytest
 
 import pce_mpi as pce
 from pce_mpi import dense
+from pce_mpi.dense.losses import with_margin
 from ulps import DENSE, FINITE_DIFFERENCE, worst
 
 value_and_grad = dense.softmax_cross_entropy_value_and_grad
@@ -421,3 +423,24 @@ def test_statistics_need_no_targets():
     statistics = dense.class_statistics(X)
     assert statistics.log_prob is None
     assert statistics.entropy.tolist() == dense.class_statistics(X, T).entropy.tolist()
+
+
+def test_dense_keeps_digits_where_target_weighs_nothing():
+    x, w = np.array([[0.0, 18.0, 1.0]]), np.array([0.0, 0.07, 0.0])
+    loss, gradient = dense.softmax_cross_entropy_value_and_grad(x, [0], weight=w, label_smoothing=1.0, reduction="sum")
+    rest, u = exp(-18) + exp(-17), 0.07 / 3
+    assert worst(loss, u * log1p(rest), np.float64) <= DENSE
+    exact = [[u * exp(-18) / (1 + rest), -u * rest / (1 + rest), u * exp(-17) / (1 + rest)]]
+    assert worst(gradient, exact, np.float64) <= DENSE
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 4.0])
+def test_dense_margin_keeps_digits_near_minus_1(factor):
+    # Halfway round, m1 arccos x is m1 pi less m1 arccos -x.
+    for distance in (1e-12, 1e-6, 0.01):
+        x = -1.0 + distance
+        z, slope = with_margin(np.array([x]), 1.0, (factor, 0.0, 0.0))
+        with mpmath.workdps(50):
+            angle = factor * mpmath.acos(mpmath.mpf(x))
+            expected = mpmath.cos(angle), factor * mpmath.sin(angle) / mpmath.sin(angle / factor)
+        assert worst([z[0], slope[0]], [float(each) for each in expected], np.float64) <= DENSE
