@@ -67,3 +67,22 @@ SHARDED = 64
 # A random program of a dozen operations, and its derivative along a direction, against complex NumPy: each operation
 # magnifies the rounding errors of those before it. In ulps of the largest number, or of the terms of the derivative.
 PROGRAM = 2**16
+# The worst errors that hill-climbing over rows finds, which pages name: of a float32 result half an ulp of its own
+# rounding, and an exponential's 0.74 (more in ulps of a row's largest entry, where two are rounded); in float64 some ten
+# roundings. The gradient of a divergence in ulps of the larger term of its formula, or of the larger probability.
+CLIMBED = {
+    ("loss", np.float32): 1.25,
+    ("loss", np.float64): 5.5,
+    ("log_prob", np.float32): 1.25,
+    ("log_prob", np.float64): 5.5,
+    ("gradient at the target", np.float32): 1.25,
+    ("gradient at the target", np.float64): 5.0,
+    ("gradient elsewhere", np.float32): 1.75,
+    ("gradient elsewhere", np.float64): 4.5,
+    ("entropy", np.float32): 1.25,
+    ("entropy", np.float64): 5.5,
+    ("loss of dense", np.float64): 4.5,
+    ("gradient of dense", np.float64): 5.0,
+    ("gradient of a divergence", np.float32): 2,
+    ("gradient of a divergence", np.float64): 16,
+}
