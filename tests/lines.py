@@ -15,11 +15,11 @@ import tokenize
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {
-    "package, Python": 25_210,
-    "package, C++ and CUDA": 5_409,
-    "package, lines of docstrings": 8_750,
+    "package, Python": 25_830,
+    "package, C++ and CUDA": 5_424,
+    "package, lines of docstrings": 8_800,
     "package, files of Python": 194,
-    "tests, Python": 38_900,
+    "tests, Python": 39_720,
 }
 
 SUFFIXES = {

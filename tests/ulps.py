@@ -68,7 +68,7 @@ SHARDED = 64
 # magnifies the rounding errors of those before it. In ulps of the largest number, or of the terms of the derivative.
 PROGRAM = 2**16
 # The worst errors that hill-climbing over rows finds, which pages name: of a float32 result half an ulp of its own
-# rounding, and an exponential's 0.74 (more in ulps of a row's largest entry, where two are rounded); in float64 some ten
+# rounding, and an exponential's 0.74 (more in ulps of a row's largest entry, where two are rounded); in float64 some 10
 # roundings. The gradient of a divergence in ulps of the larger term of its formula, or of the larger probability.
 CLIMBED = {
     ("loss", np.float32): 1.25,

@@ -196,8 +196,8 @@ class Peers:
                 raise self.revoke(CollectiveError(ended))
         for peers in {self, *open_blocks()}:
             peers.look_for_blocks()
-            # A rank that has swallowed an error over this mesh may have gone on over another one. Over this one, ranks that
-            # have begun this collective may have been closed in a later step.
+            # A rank that has swallowed an error over this mesh may have gone on over another one. (Ranks that have
+            # begun this collective may have closed this mesh in a later step.)
             if peers is not self and peers.is_mesh and peers.closed is not None:
                 raise peers.refusal()
         self._look_for_the_end({channel: channel.position}, operation)

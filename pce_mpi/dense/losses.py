@@ -24,7 +24,7 @@ def with_margin(x: Array, scale: float, margin: tuple[float, float, float]) -> t
         return scale * (x - m3), np.full_like(x, scale)
     c = np.clip(x, -1.0, 1.0)
     sine = np.sqrt((1.0 - c) * (1.0 + c))
-    angle, sign = m1 * np.arctan2(sine, c) + m2, 1.0
+    angle, sign = m1 * np.arctan2(sine, c) + m2, np.ones_like(c)
     if m1 == np.rint(m1):  # near pi the angle is the distance from pi, which has all digits
         angle = np.where(c < 0.0, m2 - m1 * np.arctan2(sine, -c), angle)
         sign = np.where(c < 0.0, np.cos(np.pi * (m1 % 2.0)), 1.0)

@@ -1,4 +1,4 @@
-"""The worst rows that hill-climbing finds: what the pages say of accuracy is what this search finds, not random rows."""
+"""The worst rows that hill-climbing finds: what the pages say of accuracy is what this search finds."""
 
 import functools
 
