@@ -38,7 +38,7 @@ ifneq ($(shell echo '$(N)' | grep -E '^[1-9][0-9]*$$'),$(N))
 $(error N=$(N): give a number of ranks, such as N=4)
 endif
 
-.PHONY: help run check test test-openmpi test-impi test-kernels test-cupy test-gpu test-peers test-versions gallery soak lint docs dist wheels clean
+.PHONY: help run check test test-openmpi test-impi test-kernels test-cupy test-gpu test-peers test-versions test-others gallery soak lint docs dist wheels clean
 
 help:
 	@echo 'make run           train the example language model on 2 ranks (N=4: on 4)'
@@ -51,6 +51,7 @@ help:
 	@echo 'make test-gpu      run every test of CuPy arrays on a GPU, at 1, 2 and 4 ranks (N=4: at 4 only)'
 	@echo 'make test-peers    run the tests that compare with torch, which is installed for them (N=4: on 4 ranks)'
 	@echo 'make test-versions run what other versions of Python and NumPy may change (PYTHON=python3.13 VENV=/tmp/newer)'
+	@echo 'make test-others   run the tests of other projects, which it downloads, beside the plugin of pytest'
 	@echo 'make gallery       judge a public implementation by the kit (PEER=megatron_core); list them'
 	@echo 'make soak          run for an hour, and look whether memory, descriptors and communicators grow (MINUTES=5: shorter)'
 	@echo 'make lint          check the code with ruff, mypy and import-linter, its lines and docstrings, and what GitHub reads'
@@ -141,6 +142,10 @@ test-versions: $(installed)/test
 
 # What compute-sanitizer looks at: rows that start and end anywhere, splits of rows, every option.
 sanitized := anywhere or splits or every_option
+
+# Downloads projects with tests of their own, by their own commands.
+test-others: $(installed)/test
+	$(bin)/python tests/other_projects.py
 
 test-gpu: $(installed)/gpu-$(CUDA)
 	$(bin)/python tests/run.py --gpu -n $(or $(N),1 2 4)

@@ -262,7 +262,7 @@ def check(
     if class_numbers is None:
         valid, all_valid, highest = np.ones(math.prod(rows_shape), np.bool_), True, 0
     else:
-        ignored = as_int64(ignore_index, targets.dtype)
+        ignored = ignore_index if ignore_index <= LARGEST else as_int64(ignore_index, targets.dtype)
         valid, all_valid, highest = kernel_of(class_numbers).valid_rows(class_numbers, ignored)
     xp = array_namespace(logits)
     if out is not None:

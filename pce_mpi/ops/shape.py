@@ -398,7 +398,8 @@ def _summed_in_parts(x: Array, axis: int) -> Array:
     """Return an array with the sums of `x` along `axis`, which has at most `_PART` numbers or is consecutive."""
     before, after = x.shape[:axis], x.shape[axis + 1 :]
     while x.shape[axis] > _PART and x.strides[axis] != x.itemsize:
-        parts, rest = np.split(x, [x.shape[axis] // _PART * _PART], axis)
+        end, other_axes = x.shape[axis] // _PART * _PART, (slice(None),) * axis
+        parts, rest = x[*other_axes, :end], x[*other_axes, end:]
         sums = parts.reshape(*before, -1, _PART, *after).sum(axis + 1)
         x = np.concatenate([sums, rest.sum(axis, keepdims=True)], axis)
     return x

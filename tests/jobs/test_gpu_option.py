@@ -20,7 +20,9 @@ PYTEST = """
 
 
 def test_gpu_option_runs_gpu_tests_on_every_rank():
-    job = launch_source(2, PYTEST, "tests/ranks/test_array_library.py", "tests/ranks/test_loss.py", "-k", "no_rows")
+    job = launch_source(
+        2, PYTEST, "tests/ranks/test_array_library.py", "tests/ranks/test_loss.py", "-k=no_rows", "--ranks=2"
+    )
     assert job.returncode == 0, job.stdout
     last = job.stdout.splitlines()[-1]
     assert last.startswith("5 passed, ")
@@ -38,7 +40,7 @@ def test_gpu_option_skips_tests_of_stand_in():
     ("ranks", "name"), [(1, "tests/kernels -k anywhere"), (2, "tests/ranks/test_accuracy.py -k rounded_after")]
 )
 def test_gpu_option_copies_arrays_both_ways(ranks, name):
-    job = launch_source(ranks, PYTEST, *name.split())
+    job = launch_source(ranks, PYTEST, *name.split(), *["--ranks=2"] * (ranks > 1))
     assert job.returncode == 0, job.stdout
     assert " passed" in job.stdout
     assert "skipped" not in job.stdout

@@ -62,6 +62,7 @@ ASK_ABOUT_MEMORY |= {
     "hollow.py",
     "autograd/apply.py",
     "ops/custom.py",
+    "ops/shape.py",
     "optim/optimizer.py",
     "exact/products.py",
 }
