@@ -99,7 +99,7 @@ def test_ranks_without_mpi_library_are_alone(monkeypatch):
 PROGRAMS = {
     "check": ["-m", "pce_mpi", "check"],
     "bench": ["-m", "pce_mpi", "bench", "--rows=8", "--classes=50", "--repeat=1"],
-    "pytest": ["-m", "pytest", "tests/ranks/test_harness.py"],
+    "pytest": ["-m", "pytest", "--ranks=3", "tests/ranks/test_harness.py"],
     "comparison": ["tests/peers/compare_speed.py", "--role=ours", "--ranks=3", "--rows=8", "--classes=50"],
     "the kit in pytest": [
         "-c",
