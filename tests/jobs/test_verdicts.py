@@ -404,7 +404,7 @@ def test_line_of_a_failure_is_one_line(tmp_path):
     job = run(tmp_path, "--ranks=1,2", "--tb=line")
     failures = job.stdout.partition("= FAILURES =")[2].partition("short test summary")[0].splitlines()
     assert len([line for line in failures if "test_it.py" in line or "two" in line]) == 1
-    assert re.findall(r"\[ *(\d+)%\]", job.stdout) == ["50", "100"]
+    assert re.findall(r"\[ *(\d+)%\]", job.stdout) == ["100"]
 
 
 def test_mark_for_other_sizes_deselects_nothing(tmp_path):
