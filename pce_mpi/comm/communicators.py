@@ -157,11 +157,11 @@ class Channel:
         _abandoned.append(collective)
         self.broken = self.broken or why
 
-    def leave(self, position: int) -> None:
+    def leave(self, position: int, operation: str = "") -> None:
         """Give up the collective that was started at `position`, unless somebody has waited for it."""
         call = self.started.pop(position, None)
         if call is not None:
-            self.abandon(call, f"{call.name} was left waiting")
+            self.abandon(call, f"{operation or call.name} was left waiting")
 
     def left(self) -> list[Left]:
         """Return the collectives that this rank has left, in order; those that it has started, too.
@@ -265,7 +265,7 @@ class Pending:
 
     def __del__(self) -> None:
         if self._position in self._channel.started:
-            self._channel.leave(self._position)
+            self._channel.leave(self._position, self._operation)
 
 
 #: requests that nobody waits for any more, with the memory that MPI may still read and write

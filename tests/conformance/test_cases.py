@@ -153,7 +153,6 @@ def test_offer_with_unknown_value_raises(field, value, error, text):
     ("declared", "text"),
     [
         ({"kind": "kl", "probabilities": True}, "probabilities=True says nothing of a candidate of kind='kl'"),
-        ({"kind": "topk_kl", "direction": "reverse"}, "direction='reverse' says nothing of .* kind='topk_kl'"),
         ({"kind": "linear", "probabilities": True}, "probabilities=True says nothing"),
         ({"kind": "loss", "direction": "reverse"}, "direction='reverse' says nothing of .* kind='loss'"),
         ({"temperature_squared": True}, "temperature_squared=True says nothing"),
