@@ -105,7 +105,7 @@ test: what-test-takes $(installed)/test
 
 .PHONY: what-test-takes
 what-test-takes:
-	@echo 'make test runs every test at $(or $(N),1 to 4) ranks: at 1 to 4 that takes 14 minutes on 2 idle cores.'
+	@echo 'make test runs every test at $(or $(N),1 to 4) ranks: at 1 to 4 that takes 20 minutes on 2 idle cores.'
 	@echo 'A line tells of each file that is over, and each minute one says how far all of them are.'
 
 # Collectives, communicators, and ranks that fail.

@@ -129,7 +129,7 @@ def test_make_test_says_how_long_it_takes(tmp_path):
     done = make("test", f"VENV={tmp_path}")
     assert done.returncode == 0, done.stderr
     before, _ = done.stdout.split("the tests run\n")
-    assert "1 to 4 ranks" in before and "14 minutes on 2 idle cores" in before
+    assert "1 to 4 ranks" in before and "20 minutes on 2 idle cores" in before
 
 
 def test_make_run_says_what_to_try_next(tmp_path):

@@ -125,8 +125,9 @@ def test_every_kernel_compiles(reports):
 
 # Kernels with a thread for each row.
 OF_ROWS = {"losses.cu", "merge.cu", "row_softmax.cu", "statistics.cu"}
-# With fewer threads and all in registers loops with options were slower, on an H200.
-MOST_BYTES_IN_MEMORY = 340
+# With fewer threads and all in registers loops with options were slower, on an H200. The error of a product and a test
+# for huge logits took 8 bytes more since; no H200 has told what these cost.
+MOST_BYTES_IN_MEMORY = 348
 
 
 def test_kernels_fit_resident_threads_and_spill_little(reports):
@@ -161,7 +162,7 @@ def count(monkeypatch):
 # 1 % for other compilers: a number that falls belongs here.
 INSTRUCTIONS = {
     ("fill_states", 0, "PLAIN"): (22.5, 23.5),
-    ("fill_states", compilation.WEIGHTED_LOGIT, "PLAIN"): (30.0, 31.0),
+    ("fill_states", compilation.WEIGHTED_LOGIT, "PLAIN"): (30.1, 31.0),
     ("fill_states", compilation.HOLD_LARGEST, "PLAIN"): (22.6, 23.9),
     # Each exp(z) z is a product of float64 that is cut into three digits, and of float32 logits it has a rest.
     ("fill_states", compilation.HOLD_LARGEST | compilation.ENTROPY, "PLAIN"): (40.8, 51.4),
