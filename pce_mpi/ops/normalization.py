@@ -249,7 +249,7 @@ def _gradient_of_scale(call: Call, g: Array, x: Array, statistics: Array, axis: 
             loops.add_scale_gradient(upstream[block], rows[block], of_rows[block], part)
         else:
             part += local_sum(upstream[block] * _normal(rows[block], of_rows[block]), (0,))
-    found = local_sum(parts, (0,)) if len(blocks) > 1 else parts[0]
+    found = parts[0] if len(blocks) == 1 else local_sum(parts, (0,))
     return found.astype(result_type(g.dtype, x.dtype))
 
 
