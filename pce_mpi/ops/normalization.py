@@ -179,7 +179,9 @@ def _as_rows(x: Array, axis: int) -> Array:
     xp = array_namespace(x)
     if axis < x.ndim - 1:  # moveaxis takes as long as normalizing some thousand numbers
         x = xp.moveaxis(x, axis, -1)
-    return xp.ascontiguousarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if xp is np:
+        x = np.ascontiguousarray(x)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _as_array(rows: Array, shape: Shape, axis: int) -> Array:
