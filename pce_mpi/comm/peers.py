@@ -183,7 +183,8 @@ class Peers:
                 is_earlier = self.is_mesh and number < self.number
                 is_missed = positions.get(channel.number, channel.position) < channel.position
                 if (is_earlier or is_missed) and number not in self.own:
-                    raise self.revoke(self._remade(names, text, rank))
+                    self._close(self._remade(names, text, rank))
+                    raise self.refusal()  # this rank may have raised one of its own
         # In an earlier call than that of the error all have begun this collective, unless this rank has left out calls.
         if self.closed is not None and (
             self._closed_in <= self._place or self._closed_at.get(channel.number, channel.position) < channel.position
