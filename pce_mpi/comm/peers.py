@@ -267,7 +267,7 @@ class Peers:
 
     @property
     def has_errors(self) -> bool:
-        """Whether the ranks may know differently of errors."""
+        """True if the ranks may know differently of errors."""
         self._listen()
         return self.closed is not None or bool(self.own) or any(self._errors.values())
 
